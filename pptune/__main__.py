@@ -1,0 +1,5 @@
+"""`python -m pptune` and `torchrun -m pptune` start here."""
+
+from pptune.cli import main
+
+main()

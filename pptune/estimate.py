@@ -1,0 +1,70 @@
+"""What a prediction answers, and what stands in its place where there is none."""
+
+from typing import Literal
+
+import msgspec
+
+from pptune.plan import Plan
+from pptune.profiles import Source
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """The slowest rank's step, split; the parts sum to the step time."""
+
+    compute: float
+    bubble: float
+    """Waiting until the producer had finished."""
+    exposed_transfer: float
+    """Waiting after the producer had finished, and the rank's own time in sends and receives."""
+    overhead: float
+    step_constant: float
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan's predicted step on a profile."""
+
+    step_time_s: float
+    longest_rank_span_s: float
+    """The longest of the ranks' spans from first action to last (the zero-bubble papers' cost)."""
+    bubble_ratio: float
+    """Idle / total over all ranks."""
+    ideal_time_s: float
+    """M (t_f + t_b) of the busiest rank."""
+    breakdown_s: Breakdown
+    peak_memory_bytes: tuple[int, ...] | None
+    """One per rank, or null where the profile has no memory numbers."""
+    fits: Literal["yes", "borderline", "no", "unknown"]
+    tokens_per_s: float | None
+    mfu: float | None
+    """Model FLOP/s over the dense peak, or null where the peak is not known."""
+    source: Source
+    """The weakest source among the numbers used: a prediction is no better than its inputs."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed rather than measured, in words."""
+
+
+class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan without an estimate, and why."""
+
+    rule: str
+    """A short code to count by, such as `memory` or `layers-not-divisible`."""
+    reason: str
+    """The rule, the values and what to change."""
+
+
+class PredictedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan and its estimate; what `predict --format json` prints."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a ranking."""
+
+    rank: int
+    """Place in the ranking, 1 = best."""
+    plan: Plan
+    estimate: Estimate
+    speedup_over_baseline: float | None = None
+    """Baseline step time / this step time."""

@@ -1,0 +1,155 @@
+"""JSON files: strict to read, atomic to write.
+
+Every file is one msgspec Struct with a `schema_version`. Reading checks types and finiteness and
+never executes anything; writing goes through a temporary file in the same folder and a rename, so
+that a reader or a crash sees the old file or the new one, never half of one.
+"""
+
+import contextlib
+import os
+import tempfile
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from pptune import __version__
+from pptune.errors import FileError
+
+T = TypeVar("T", bound="Document")
+
+MAX_FILE_BYTES = 256 * 2**20
+"""Larger files are refused: no profile, plans or validation file comes near it."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class UnknownFieldWarning(UserWarning):
+    """A file holds fields that this version does not know; they were ignored."""
+
+
+def now() -> str:
+    """The current time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What every file carries; a kind of file is a subclass with its own fields."""
+
+    kind: str
+    """`profile`, `plans` or `validation`: a foreign file is refused by name."""
+    schema_version: int = 1
+    pptune_version: str = __version__
+    created_at: str = msgspec.field(default_factory=now)
+
+
+def load(path: str | Path, document: type[T], *, kind: str) -> T:
+    """The document in `path`. Raises FileError in one line for anything that is not one."""
+    path = Path(path)
+    raw = _read(path, kind)
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FileError(f"{path}: not valid JSON ({error}); write the {kind} file again") from None
+    _check_header(path, data, document, kind)
+    try:
+        loaded = msgspec.convert(data, type=document)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise FileError(f"{path}: not a usable {kind} file: {error}") from None
+    unknown = sorted(_unknown_fields(data, document, "$"))
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        warnings.warn(f"{path}: unknown fields ignored: {shown}", UnknownFieldWarning, stacklevel=2)
+    return loaded
+
+
+def save(document: Document, path: str | Path) -> None:
+    """Write `document` to `path`, creating its folder. Raises FileError, never half a file."""
+    write_atomic(path, msgspec.json.format(_encoder.encode(document), indent=1) + b"\n")
+
+
+def write_atomic(path: str | Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step. Raises FileError with the reason."""
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read(path: Path, kind: str) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise FileError(f"{path}: {size} bytes is too large for a {kind} file")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"cannot read {kind} file {path}: {error.strerror or error}") from None
+    if not raw.strip():
+        raise FileError(f"{path}: the file is empty; write the {kind} file again")
+    return raw
+
+
+def _check_header(path: Path, data: Any, document: type[Document], kind: str) -> None:
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise FileError(f"{path}: not a pptune file (no schema_version); expected a {kind} file")
+    if data.get("kind") != kind:
+        raise FileError(f"{path}: this is a {data.get('kind')!r} file; expected a {kind} file")
+    ours = next(
+        field.default
+        for field in msgspec.structs.fields(document)
+        if field.name == "schema_version"
+    )
+    version = data["schema_version"]
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FileError(f"{path}: schema_version {version!r} is not a positive whole number")
+    if version > ours:
+        raise FileError(
+            f"{path}: schema_version {version} is newer than {ours}, the newest this pptune "
+            f"({__version__}) reads; upgrade pptune"
+        )
+
+
+def _unknown_fields(data: Any, expected: Any, where: str) -> set[str]:
+    """Paths in `data` that the struct type `expected`, or a type inside it, has no field for."""
+    if (
+        isinstance(data, dict)
+        and isinstance(expected, type)
+        and issubclass(expected, msgspec.Struct)
+    ):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(expected)}
+        found = {f"{where}.{name}" for name in data if name not in fields}
+        for name, inner in fields.items():
+            if name in data:
+                found |= _unknown_fields(data[name], inner, f"{where}.{name}")
+        return found
+    arguments = get_args(expected)
+    if isinstance(data, list) and arguments:
+        return set().union(
+            *(_unknown_fields(item, arguments[0], f"{where}[]") for item in data[:1000])
+        )
+    if isinstance(data, dict) and len(arguments) == 2 and arguments[0] is str:
+        return set().union(
+            *(_unknown_fields(item, arguments[1], f"{where}.{name}") for name, item in data.items())
+        )
+    return set().union(*(_unknown_fields(data, inner, where) for inner in arguments))

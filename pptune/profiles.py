@@ -1,0 +1,231 @@
+"""The profile: everything measured, imported or given about a model on a machine.
+
+Format history:
+1: first version.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pptune.errors import FileError
+from pptune.files import Document, load, save
+from pptune.model import ModelSpec
+
+Source = Literal["measured", "interpolated", "extrapolated", "given"]
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the numbers come from."""
+
+    description: str
+    """One line a person would recognise: processor or GPU, number of devices, backend."""
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    num_devices: int
+    num_nodes: int = 1
+    ranks_per_node: int | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
+    """Memory of one rank's device; the default memory limit."""
+    peak_flops_per_s: float | None = None
+    """Dense peak of one device at the profile's dtype, or null where it isn't known."""
+    backend: str | None = None
+    software: dict[str, str] = {}
+    """Versions: python, torch, cuda, nccl."""
+    environment: dict[str, str] = {}
+    """Variables that change timings, as they were at process start."""
+
+
+class Parallel(msgspec.Struct, frozen=True, kw_only=True):
+    """The other kinds of parallelism in force when the layers were timed."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+
+
+class LayerPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of layer at one micro-batch size. Times are for one layer and one micro-batch."""
+
+    microbatch_size: int
+    forward_s: float | None = None
+    backward_s: float | None = None
+    """Full backward, input and weight gradients together."""
+    backward_input_s: float | None = None
+    backward_weight_s: float | None = None
+    saved_activation_bytes: int | None = None
+    """Bytes autograd keeps from this layer's forward until its backward."""
+    boundary_bytes: int | None = None
+    """Bytes of the layer's output, which is what a message between stages carries."""
+    samples_s: dict[str, tuple[float, ...]] = {}
+    """Raw times by phase (`forward`, `backward`, ...); the numbers above are derived from them."""
+    source: Source = "measured"
+    status: Literal["ok", "oom", "unsettled"] = "ok"
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of layer and its times over micro-batch sizes."""
+
+    kind: Literal["embedding", "block", "head"]
+    """head includes the final norm and the loss."""
+    count: int
+    points: tuple[LayerPoint, ...]
+    recompute: Literal["none", "full"] = "none"
+    parameter_bytes: int | None = None
+
+
+class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One message size on one link."""
+
+    num_bytes: int
+    one_way_s: float
+    """Median time from the sender's post to the receiver's completion."""
+    loaded_s: float | None = None
+    """The same while every pair of neighbours sends at once."""
+    samples_s: tuple[float, ...] = ()
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, rename={"source_rank": "from",
+                                                              "target_rank": "to"}):  # fmt: skip
+    """A directed link under the LogGP model: L + bytes / bandwidth, and each end's own time."""
+
+    scope: Literal["intra", "inter"]
+    source_rank: int | None
+    """Rank that sends; null for a link that stands for every pair of its scope."""
+    target_rank: int | None
+    latency_s: float
+    bytes_per_s: float
+    send_occupied_s: float = 0.0
+    """Time the sender can't compute, per message."""
+    receive_occupied_s: float = 0.0
+    points: tuple[LinkPoint, ...] = ()
+    source: Source = "measured"
+
+
+class AllreducePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """An all-reduce of `num_bytes` over `num_ranks` ranks."""
+
+    num_bytes: int
+    num_ranks: int
+    seconds: float
+    num_nodes: int = 1
+    source: Source = "measured"
+
+
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor adds to bare layer times."""
+
+    forward_s: float
+    """Per forward action: dispatch, launch, bookkeeping."""
+    backward_s: float
+    """Per backward action; where the backward is split, per part."""
+    step_s: float = 0.0
+    """Per step: splitting the batch, setting up, gradient scaling."""
+    hop_s: float = 0.0
+    """Per message, on top of the link's own time: what a waiting receiver loses to wake up."""
+    chunk_s: float = 0.0
+    """Per chunk and step (first use of a chunk, per-chunk gradient reduction)."""
+    source: Source = "measured"
+
+
+class StepConstants(msgspec.Struct, frozen=True, kw_only=True):
+    """Work once per step that no schedule changes: optimizer, zero-grad, gradient scaling."""
+
+    fixed_s: float = 0.0
+    per_parameter_byte_s: float = 0.0
+    """Seconds per byte of the rank's own parameters."""
+    source: Source = "measured"
+
+
+class MemoryModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes kept per byte of parameters, besides the parameters themselves."""
+
+    gradient_bytes_per_parameter_byte: float = 1.0
+    optimizer_bytes_per_parameter_byte: float = 2.0
+    """Adam keeps two moments: 2.0 at equal precision."""
+    fixed_bytes: int = 0
+    """Per rank: context, allocator slack, communication buffers."""
+    source: Source = "measured"
+
+
+class Profile(Document, frozen=True, kw_only=True):
+    """A profile file. What is unknown is null or absent, never a default."""
+
+    kind: str = "profile"
+    machine: Machine
+    model: ModelSpec
+    parallel: Parallel = Parallel()
+    dtype: str
+    seq_len: int
+    num_ranks: int
+    """Ranks that measured it; layer times and links hold for other numbers of ranks too."""
+    layers: tuple[Layer, ...]
+    links: tuple[Link, ...] = ()
+    allreduce: tuple[AllreducePoint, ...] = ()
+    overheads: dict[str, Overhead] = {}
+    """By executor (executors.py)."""
+    interference_ratio: float | None = None
+    """How much longer compute takes while messages move: 0.05 is 5 % longer."""
+    step_constants: StepConstants | None = None
+    memory: MemoryModel | None = None
+    calibration_plans: tuple[str, ...] = ()
+    """Labels of the plans whose runs gave overheads; they never count as evidence of accuracy."""
+    warnings: tuple[str, ...] = ()
+    """What a reader must know about these numbers: noise, throttling, unsettled points."""
+    notes: str | None = None
+    """Free text: where published numbers were taken from."""
+
+    def layer(self, kind: str, recompute: str = "none") -> Layer | None:
+        """The measured kind of layer, or None."""
+        for layer in self.layers:
+            if layer.kind == kind and layer.recompute == recompute:
+                return layer
+        return None
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read and check a profile. Raises FileError."""
+    profile = load(path, Profile, kind="profile")
+    check_profile(profile, where=str(path))
+    return profile
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write a profile atomically. Raises FileError."""
+    save(profile, path)
+
+
+def check_profile(profile: Profile, *, where: str) -> None:
+    """Raise FileError where a number is impossible: negative times, no layers, zero bandwidth."""
+
+    def fail(rule: str) -> None:
+        raise FileError(f"{where}: {rule}; measure or import the profile again")
+
+    if not profile.layers:
+        fail("the profile has no layers")
+    if profile.num_ranks < 1 or profile.seq_len < 1 or profile.model.num_layers < 1:
+        fail("num_ranks, seq_len and model.num_layers must be 1 or more")
+    for layer in profile.layers:
+        sizes = [point.microbatch_size for point in layer.points]
+        if layer.count < 0 or any(size < 1 for size in sizes):
+            fail(f"layer {layer.kind}: count and micro-batch sizes must be positive")
+        if len(set(sizes)) != len(sizes):
+            fail(f"layer {layer.kind}: a micro-batch size appears twice")
+        for point in layer.points:
+            for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s",
+                         "saved_activation_bytes", "boundary_bytes"):  # fmt: skip
+                value = getattr(point, name)
+                if value is not None and value < 0:
+                    fail(f"layer {layer.kind} at b={point.microbatch_size}: {name} is {value}")
+    for link in profile.links:
+        if link.latency_s < 0 or link.bytes_per_s <= 0:
+            fail(f"link {link.source_rank}->{link.target_rank}: latency must be 0 or more and "
+                 "bandwidth above 0")  # fmt: skip
+        if link.send_occupied_s < 0 or link.receive_occupied_s < 0:
+            fail(f"link {link.source_rank}->{link.target_rank}: occupied times must be 0 or more")
+    for name, overhead in profile.overheads.items():
+        for field in ("forward_s", "backward_s", "step_s", "hop_s", "chunk_s"):
+            if getattr(overhead, field) < 0:
+                fail(f"overheads.{name}.{field} is {getattr(overhead, field)}, below 0")
