@@ -8,13 +8,14 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pptune"
 
 LAYERS: list[set[str]] = [
-    {"errors", "units", "files", "executors"},
+    {"errors"},
+    {"units", "files", "executors"},
     {"hardware", "model", "measurement", "schedules"},
     {"plan", "profiles"},
     {"estimate", "curves"},
     {"plans_file", "validation_file", "partition", "memory", "simulator", "targets"},
     {"cost_model", "runtime"},
-    {"search", "validate", "explain"},
+    {"search", "validate", "explain", "calibration"},
     {"views"},
     {"cli"},
 ]
