@@ -1,0 +1,1 @@
+"""Everything that needs torch: ranks, measurements inside them, real and replayed pipelines."""

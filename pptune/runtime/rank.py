@@ -1,0 +1,147 @@
+"""The program of one rank: `python -m pptune.runtime.rank`, started by an agent.
+
+It joins the process group of its epoch, then runs the tasks it is given until its agent closes the
+channel. It never outlives its agent: a thread waits for the channel to close, and the kernel is
+asked to kill the process when its parent dies.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from pptune.runtime.channel import Channel
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
+
+
+@dataclass(slots=True, kw_only=True)
+class RankContext:
+    """What a task knows about the rank it runs in."""
+
+    rank: int
+    num_ranks: int
+    device: Any
+    """A torch.device."""
+    emit: Callable[[dict[str, Any]], None]
+    """Send an event (progress, a finished point) to the agent."""
+    node: str
+    """Where the rank runs; ranks of one node share it."""
+    keep: dict[str, Any] = field(default_factory=dict)
+    """What a task leaves for the next one: built models, opened links."""
+    last_status_s: float = 0.0
+
+    def status(self, doing: str) -> None:
+        """Say what the rank is doing, at most every 50 ms: named when the rank hangs or dies."""
+        now = time.monotonic()
+        if now - self.last_status_s > 0.05:
+            self.last_status_s = now
+            self.emit({"event": "status", "doing": doing})
+
+
+def main() -> None:
+    """Join, then serve tasks until the agent closes the channel."""
+    _die_with_parent()
+    # The terminal sends Ctrl-C to the whole group; only the agent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=int(os.environ["PPTUNE_CHANNEL"])))
+    commands: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read_commands, args=(channel, commands), daemon=True).start()
+    setup = commands.get()
+    lock = threading.Lock()
+
+    def emit(message: dict[str, Any]) -> None:
+        with lock:
+            channel.send(message)
+
+    try:
+        emit({"event": "status", "doing": "importing torch"})
+        context = _join(setup, emit)
+        emit({"event": "ready"})
+        from pptune.runtime.tasks import TASKS
+
+        while True:
+            command = commands.get()
+            result = TASKS[command["task"]](context, **command["arguments"])
+            emit({"event": "result", "number": command["number"], "result": result})
+    except OSError:
+        os._exit(1)  # the agent is gone
+    except BaseException as error:
+        emit({"event": "failed", "reason": _reason(error), "traceback": traceback.format_exc()})
+        # Peers may be blocked on this rank, so no orderly shutdown is possible: the agent kills.
+        commands.get()
+
+
+def _read_commands(channel: Channel, commands: "queue.Queue[dict[str, Any]]") -> None:
+    while True:
+        messages = channel.receive()
+        if messages is None:
+            os._exit(1)
+        for message in messages:
+            commands.put(message)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # Replayed stages sleep for given times; the default slack of 50 us would lengthen each.
+        libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        if os.getppid() != int(os.environ["PPTUNE_PARENT"]):
+            os._exit(1)
+
+
+def _join(setup: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> RankContext:
+    import torch
+    import torch.distributed as dist
+
+    emit({"event": "status", "doing": "joining the process group"})
+    rank, num_ranks = setup["rank"], setup["num_ranks"]
+    timeout = timedelta(seconds=setup["timeout_s"])
+    if setup["device"] == "cuda":
+        device = torch.device("cuda", setup["local_rank"])
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(setup["threads"])
+    store = dist.TCPStore(
+        setup["address"], setup["port"], is_master=False, timeout=timeout, wait_for_workers=False
+    )
+    dist.init_process_group(
+        "nccl" if setup["device"] == "cuda" else "gloo",
+        store=dist.PrefixStore(setup["prefix"], store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+        device_id=device if setup["device"] == "cuda" else None,
+    )
+    return RankContext(
+        rank=rank, num_ranks=num_ranks, device=device, emit=emit, node=setup["node"]
+    )
+
+
+def _reason(error: BaseException) -> str:
+    import torch
+
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, (torch.OutOfMemoryError, MemoryError)):
+            return "oom"
+        if "can't allocate memory" in str(chain):  # torch's CPU allocator raises RuntimeError
+            return "oom"
+        chain = chain.__cause__ or chain.__context__
+    return "crash"
+
+
+if __name__ == "__main__":
+    main()
