@@ -4,8 +4,9 @@ Format history:
 1: first version.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -14,6 +15,13 @@ from pptune.files import Document, load, save
 from pptune.model import ModelSpec
 
 Source = Literal["measured", "interpolated", "extrapolated", "given"]
+"""How a number was come by, strongest first."""
+
+
+def weakest(sources: Iterable[Source]) -> Source:
+    """The weakest of `sources`: a result is no better than its inputs. `measured` for none."""
+    order = get_args(Source)
+    return max(sources, key=order.index, default="measured")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
