@@ -5,6 +5,7 @@ Inside pptune every time is in seconds, every size in bytes, every ratio in 0..1
 
 import math
 import re
+from collections.abc import Iterable
 
 from pptune.errors import UsageError
 
@@ -95,6 +96,15 @@ def format_seconds(seconds: float) -> str:
         if size >= scale:
             return f"{_three_digits(seconds / scale)} {unit}"
     return f"{_three_digits(seconds / 1e-9)} ns" if size > 0 else "0 s"
+
+
+def seconds_unit(seconds: Iterable[float]) -> tuple[str, float]:
+    """One unit for a column of times, and its size in seconds: the largest is at least 1 in it."""
+    largest = max((abs(value) for value in seconds), default=1.0) or 1.0
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if largest >= scale:
+            return unit, scale
+    return "ns", 1e-9
 
 
 def format_bytes(num_bytes: float) -> str:
