@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import IO, Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pptune.errors import RankFailure, RuntimeFailure
 from pptune.runtime.channel import Channel
@@ -213,7 +213,7 @@ class RankGroup:
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         started = not self._agent.children
-        command = {
+        command: dict[str, Any] = {
             "number": self._number, "epoch": self._epoch, "task": task,
             "arguments": arguments or {}, "timeout_s": timeout_s,
         }  # fmt: skip
@@ -267,9 +267,7 @@ class RankGroup:
         rank, answer = failure
         raise RankFailure(answer["message"], rank=rank, reason=answer["failed"])
 
-    def _raise_timeout(
-        self, command: dict[str, Any], answers: dict[int, dict[str, Any]]
-    ) -> None:
+    def _raise_timeout(self, command: dict[str, Any], answers: dict[int, dict[str, Any]]) -> None:
         missing = [rank for rank in range(self.world.num_ranks) if rank not in answers]
         doing = {child.rank: child.doing for child in self._agent.children.values()}
         for rank in missing:
@@ -332,7 +330,7 @@ def follow(world: World, *, timeout_s: float) -> None:
         agent.kill()
 
 
-def _next_command(store: "dist.Store", number: int) -> dict[str, Any]:
+def _next_command(store: Store, number: int) -> dict[str, Any]:
     deadline = time.monotonic() + _FOLLOWER_PATIENCE_S
     key = _key("command", number)
     while time.monotonic() < deadline:
@@ -346,7 +344,7 @@ def _next_command(store: "dist.Store", number: int) -> dict[str, Any]:
     raise RuntimeFailure("no command came from the leader (rank 0) for a day")
 
 
-def _answer(store: "dist.Store", agent: _Agent, command: dict[str, Any]) -> None:
+def _answer(store: Store, agent: _Agent, command: dict[str, Any]) -> None:
     number = command["number"]
     pending = set(agent.children)
     said: dict[int, str] = {}
@@ -370,10 +368,10 @@ def _key(*parts: object) -> str:
     return "/".join(["pptune", *map(str, parts)])
 
 
-def _open_store(world: World, timeout_s: float) -> tuple["dist.Store", int]:
+def _open_store(world: World, timeout_s: float) -> tuple[Store, int]:
     host = world.is_leader and not world.store_exists
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             world.address, world.port, is_master=host, timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )  # fmt: skip
@@ -383,7 +381,7 @@ def _open_store(world: World, timeout_s: float) -> tuple["dist.Store", int]:
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to rank 0's host and "
             "a free port"
         ) from None
-    return dist.PrefixStore(world.run_id, store), store.port
+    return PrefixStore(world.run_id, store), store.port
 
 
 def _ranks_on_this_host(world: World) -> int:
@@ -394,7 +392,7 @@ def _ranks_on_this_host(world: World) -> int:
 
 
 def _node_name(world: World) -> str:
-    """Ranks with the same name share a node; torchrun's group rank tells hosts of one name apart."""
+    """Ranks with the same name share a node; hosts of one name differ by the launcher's node."""
     group = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
     return f"{socket.gethostname()}/{group if world.launcher != 'alone' else 0}"
 

@@ -104,6 +104,7 @@ def _die_with_parent() -> None:
 def _join(setup: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> RankContext:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     emit({"event": "status", "doing": "joining the process group"})
     rank, num_ranks = setup["rank"], setup["num_ranks"]
@@ -114,20 +115,18 @@ def _join(setup: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> Rank
     else:
         device = torch.device("cpu")
         torch.set_num_threads(setup["threads"])
-    store = dist.TCPStore(
+    store = TCPStore(
         setup["address"], setup["port"], is_master=False, timeout=timeout, wait_for_workers=False
     )
     dist.init_process_group(
         "nccl" if setup["device"] == "cuda" else "gloo",
-        store=dist.PrefixStore(setup["prefix"], store),
+        store=PrefixStore(setup["prefix"], store),
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
         device_id=device if setup["device"] == "cuda" else None,
     )
-    return RankContext(
-        rank=rank, num_ranks=num_ranks, device=device, emit=emit, node=setup["node"]
-    )
+    return RankContext(rank=rank, num_ranks=num_ranks, device=device, emit=emit, node=setup["node"])
 
 
 def _reason(error: BaseException) -> str:

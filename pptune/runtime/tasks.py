@@ -1,9 +1,18 @@
-"""What a rank can be asked to do, by name."""
+"""What a rank can be asked to do, by name. Arguments and results are JSON values."""
 
+import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import torch
+
+from pptune.model import ModelSpec
+from pptune.plan import Plan
+from pptune.runtime.pipeline import PlanRunner, recording_cost_s
 from pptune.runtime.rank import RankContext
+from pptune.runtime.stages import WaitTimes
 
 
 def ping(context: RankContext) -> dict[str, Any]:
@@ -11,4 +20,75 @@ def ping(context: RankContext) -> dict[str, Any]:
     return {"rank": context.rank, "node": context.node}
 
 
-TASKS: dict[str, Callable[..., Any]] = {"ping": ping}
+def visit_plan(
+    context: RankContext,
+    *,
+    plan: dict[str, Any],
+    model: dict[str, Any],
+    dtype: str,
+    stage_times: list[dict[str, float]] | None,
+    boundary_bytes: int,
+    warmup_steps: int,
+    steps: int,
+    record: bool,
+    memory: bool,
+    forget_others: bool,
+) -> dict[str, Any]:
+    """Run a plan's untimed and timed steps; the runner stays for the next visit.
+
+    Returns `steps` (see PlanRunner.timed_step), `peak_memory_bytes` or null, and
+    `free_memory_ratio`, from which the leader decides for all ranks alike when to forget runners.
+    """
+    asked = msgspec.convert(plan, Plan)
+    runners: dict[str, PlanRunner] = context.keep.setdefault("runners", {})
+    key = f"{asked.label} {'replay' if stage_times else 'real'} {model['name']} {dtype}"
+    if forget_others:
+        for other in [name for name in runners if name != key]:
+            del runners[other]
+        gc.collect()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if key not in runners:
+        context.status(f"building {asked.label}")
+        times = None if stage_times is None else [WaitTimes(**each) for each in stage_times]
+        runners[key] = PlanRunner(
+            context, asked, msgspec.convert(model, ModelSpec), dtype=dtype, stage_times=times,
+            boundary_bytes=boundary_bytes,
+        )  # fmt: skip
+    runner = runners[key]
+    gc.collect()
+    # A collection in the middle of a step would be charged to whichever action it interrupts.
+    gc.disable()
+    try:
+        for _ in range(warmup_steps):
+            runner.step()
+        timed = [runner.timed_step(record=record) for _ in range(steps)]
+    finally:
+        gc.enable()
+    return {
+        "steps": timed,
+        "node": context.node,
+        "peak_memory_bytes": runner.peak_memory_bytes() if memory else None,
+        "free_memory_ratio": free_memory_ratio(context),
+    }
+
+
+def recording_cost(context: RankContext) -> float:
+    """Seconds that recording adds per event on this rank."""
+    return recording_cost_s()
+
+
+def free_memory_ratio(context: RankContext) -> float:
+    """Free / total memory of the rank's device."""
+    if context.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(context.device)
+        return free / total
+    pages, available = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
+    return available / pages
+
+
+TASKS: dict[str, Callable[..., Any]] = {
+    "ping": ping,
+    "visit_plan": visit_plan,
+    "recording_cost": recording_cost,
+}

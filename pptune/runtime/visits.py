@@ -1,0 +1,79 @@
+"""Plans on a group of ranks, from the leader's side."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pptune.measured_step import Visit, join_ranks
+from pptune.model import ModelSpec
+from pptune.plan import Plan
+from pptune.runtime.launch import RankGroup
+from pptune.runtime.stages import WaitTimes
+
+_FORGET_BELOW = 0.4
+"""Share of free memory under which built plans are dropped before the next is built."""
+
+
+class PlanVisitor:
+    """Runs plans on a group; `visitor(plan, steps=2, memory=False)` is one visit.
+
+    With `stage_times` the plans are replayed: it gives each stage's times and the bytes of a
+    message for a plan.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        model: ModelSpec,
+        *,
+        dtype: str,
+        timeout_s: float,
+        stage_times: Callable[[Plan], tuple[Sequence[WaitTimes], int]] | None = None,
+        warmup_steps: int = 1,
+        record: bool = True,
+    ) -> None:
+        self.group = group
+        self.model = model
+        self.dtype = dtype
+        self.timeout_s = timeout_s
+        self.stage_times = stage_times
+        self.warmup_steps = warmup_steps
+        self.record = record
+        self._memory_is_short = False
+
+    def __call__(self, plan: Plan, *, steps: int, memory: bool) -> Visit:
+        """One visit. Raises RankFailure when the plan can't be run."""
+        times, boundary_bytes = None, 0
+        if self.stage_times is not None:
+            given, boundary_bytes = self.stage_times(plan)
+            times = [_as_dict(each) for each in given]
+        answers = self.group.run(
+            "visit_plan",
+            {
+                "plan": msgspec.to_builtins(plan), "model": msgspec.to_builtins(self.model),
+                "dtype": self.dtype, "stage_times": times, "boundary_bytes": boundary_bytes,
+                "warmup_steps": self.warmup_steps, "steps": steps, "record": self.record,
+                "memory": memory and times is None, "forget_others": self._memory_is_short,
+            },
+            timeout_s=self.timeout_s,
+        )  # fmt: skip
+        self._memory_is_short = min(each["free_memory_ratio"] for each in answers) < _FORGET_BELOW
+        nodes = [answer["node"] for answer in answers]
+        joined = [
+            join_ranks([answer["steps"][index] for answer in answers], nodes)
+            for index in range(steps)
+        ]
+        peaks = [answer["peak_memory_bytes"] for answer in answers]
+        return Visit(
+            samples_s=tuple(step.step_s for step in joined),
+            step=joined[-1] if self.record and joined else None,
+            peak_memory_bytes=None if None in peaks else tuple(peaks),
+        )
+
+
+def _as_dict(times: WaitTimes) -> dict[str, Any]:
+    return {
+        "forward_s": times.forward_s, "backward_s": times.backward_s,
+        "backward_input_s": times.backward_input_s, "backward_weight_s": times.backward_weight_s,
+    }  # fmt: skip
