@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.errors import UsageError
+from pptune.errors import MissingNumber, UsageError
 from pptune.profiles import Layer, LayerPoint, Source, weakest
 
 Floats = NDArray[np.float64]
@@ -92,13 +92,14 @@ class LayerTimes:
 def layer_times(layer: Layer, microbatch_size: int) -> LayerTimes:
     """The layer's times and sizes at `microbatch_size`, with the mark of how they were found.
 
-    Raises UsageError when no usable point has both a forward and a backward time.
+    Raises MissingNumber when no usable point has both a forward and a backward time.
     """
     points = sorted(usable_points(layer), key=lambda point: point.microbatch_size)
     if not points:
-        raise UsageError(
+        raise MissingNumber(
             f"layer {layer.kind} (recompute {layer.recompute}) has no micro-batch size with a "
-            "forward and a backward time; profile it at one or more sizes"
+            "forward and a backward time; profile it at one or more sizes",
+            rule="layer-not-measured",
         )
     sizes = [point.microbatch_size for point in points]
     backward = [_backward_s(point) for point in points]

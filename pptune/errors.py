@@ -11,6 +11,15 @@ class UsageError(PptuneError):
     """A value or option that cannot be used."""
 
 
+class MissingNumber(UsageError):
+    """A prediction needs a number that the profile does not have."""
+
+    def __init__(self, message: str, *, rule: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+        """A short code to count by, such as `link-not-measured`."""
+
+
 class FileError(PptuneError):
     """A file that is missing, broken, foreign or from a newer version."""
 

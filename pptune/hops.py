@@ -1,0 +1,131 @@
+"""Messages between stages: which link each one takes, how large it is, what it costs.
+
+A hop from stage s to s + 1 runs from the rank of s to the rank of s + 1; the gradient comes back
+over the reverse link. Hops cost only between different ranks.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from pptune.errors import MissingNumber
+from pptune.plan import rank_of_stage
+from pptune.profiles import Link, Profile, Source, weakest
+from pptune.simulator import Hops
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+
+
+class Links:
+    """The links that a pipeline's messages take.
+
+    A directed pair that was measured counts where the plan has as many ranks as the profile and the
+    pair lies in the same scope; every other hop takes the median link of its scope.
+    """
+
+    def __init__(
+        self, profile: Profile, given: Sequence[Link] = (), ranks_per_node: int | None = None
+    ) -> None:
+        given_scopes = {link.scope for link in given}
+        self._links = (*given, *(link for link in profile.links if link.scope not in given_scopes))
+        self._num_ranks = profile.num_ranks
+        self._ranks_per_node = ranks_per_node or profile.machine.ranks_per_node
+        self._pairs = {(link.source_rank, link.target_rank): link for link in self._links}
+        self._medians: dict[str, Link] = {}
+
+    @property
+    def source(self) -> Source:
+        """The weakest source among all links."""
+        return weakest(link.source for link in self._links)
+
+    def scope(self, source_rank: int, target_rank: int) -> Literal["intra", "inter"]:
+        """`inter` where the two ranks live on different nodes."""
+        per_node = self._ranks_per_node
+        if per_node is None or source_rank // per_node == target_rank // per_node:
+            return "intra"
+        return "inter"
+
+    def between(self, source_rank: int, target_rank: int, *, num_ranks: int) -> Link:
+        """The directed link. Raises MissingNumber where nothing of its scope is known."""
+        scope = self.scope(source_rank, target_rank)
+        if num_ranks == self._num_ranks:
+            pair = self._pairs.get((source_rank, target_rank))
+            if pair is not None and pair.scope == scope:
+                return pair
+        return self._median(scope, source_rank, target_rank)
+
+    def hops(
+        self, num_ranks: int, num_chunks: int, placement: str, *, num_bytes: int, wake_s: float
+    ) -> tuple[Hops, Hops]:
+        """(forward, backward) costs of every stage boundary for messages of `num_bytes`.
+
+        `wake_s` is what a waiting receiver loses on top of the link's own latency.
+        """
+        ranks = [
+            rank_of_stage(stage, num_ranks=num_ranks, placement=placement)
+            for stage in range(num_ranks * num_chunks)
+        ]
+        pairs = list(pairwise(ranks))
+        forward = [self._hop(a, b, num_ranks) for a, b in pairs]
+        backward = [self._hop(b, a, num_ranks) for a, b in pairs]
+        return _hops(forward, num_bytes, wake_s), _hops(backward, num_bytes, wake_s)
+
+    def _hop(self, source_rank: int, target_rank: int, num_ranks: int) -> Link | None:
+        if source_rank == target_rank:
+            return None
+        return self.between(source_rank, target_rank, num_ranks=num_ranks)
+
+    def _median(self, scope: Literal["intra", "inter"], source_rank: int, target_rank: int) -> Link:
+        if scope not in self._medians:
+            of_scope = [link for link in self._links if link.scope == scope]
+            if not of_scope:
+                raise MissingNumber(
+                    f"rank {source_rank} -> {target_rank} needs an {scope} link, and the profile "
+                    f"has none; measure it with 2 or more ranks, or give "
+                    f"--link {scope}:LATENCY,BANDWIDTH",
+                    rule="link-not-measured",
+                )
+            self._medians[scope] = Link(
+                scope=scope,
+                source_rank=None,
+                target_rank=None,
+                latency_s=median(link.latency_s for link in of_scope),
+                bytes_per_s=median(link.bytes_per_s for link in of_scope),
+                send_occupied_s=median(link.send_occupied_s for link in of_scope),
+                receive_occupied_s=median(link.receive_occupied_s for link in of_scope),
+            )
+        return self._medians[scope]
+
+
+def message_bytes(profile: Profile, boundary_bytes: int | None, microbatch_size: int) -> int:
+    """Bytes of one message: as measured, or b s h elements over tensor and context ranks.
+
+    With sequence parallelism each tensor-parallel rank sends its own part of the sequence
+    (arXiv 2205.05198, sec. 4.2.2). Raises MissingNumber where neither is known.
+    """
+    if boundary_bytes is not None:
+        return boundary_bytes
+    hidden = profile.model.hidden_size
+    element = ELEMENT_BYTES.get(profile.dtype)
+    if hidden is None or element is None:
+        raise MissingNumber(
+            "the profile has neither boundary_bytes of its blocks nor a hidden size and a known "
+            f"dtype (it has {profile.dtype!r}), so that the size of a message is unknown; give one",
+            rule="message-size-unknown",
+        )
+    shards = profile.parallel.tensor * profile.parallel.context
+    return microbatch_size * profile.seq_len * hidden * element // shards
+
+
+def _hops(links: Sequence[Link | None], num_bytes: int, wake_s: float) -> Hops:
+    return Hops(
+        latency_s=np.array([0.0 if link is None else link.latency_s + wake_s for link in links]),
+        wire_s=np.array([0.0 if link is None else num_bytes / link.bytes_per_s for link in links]),
+        send_occupied_s=np.array([0.0 if link is None else link.send_occupied_s for link in links]),
+        receive_occupied_s=np.array(
+            [0.0 if link is None else link.receive_occupied_s for link in links]
+        ),
+    )

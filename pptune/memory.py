@@ -1,0 +1,207 @@
+"""Peak bytes per rank: what the model needs, and what the schedule keeps in flight.
+
+Activations are counted from the order itself, from a micro-batch's forward on a stage until its
+full backward or weight gradient. What a runtime keeps of the messages differs: torch holds receive
+buffers and sent tensors of every micro-batch until the step ends, Megatron-LM frees them once sent.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pptune.executors import Executor
+from pptune.plan import Plan
+from pptune.profiles import MemoryModel, Profile
+from pptune.schedules import Order, peak_in_flight_bytes
+from pptune.stage_times import ModelTimes
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Peak bytes by what holds them; every field is float64[num_ranks]."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    activations: Floats
+    """Kept by autograd for all stages and micro-batches in flight at the worst moment."""
+    logits: Floats
+    """The last stage's outputs for the micro-batches in flight, and the gradient of one."""
+    boundary: Floats
+    """Tensors that are sent and received between stages."""
+    fixed: Floats
+    """Context, allocator slack, communication buffers."""
+
+    @property
+    def total(self) -> Floats:
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.boundary
+            + self.fixed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticMemory:
+    """What the layout alone decides; float64[num_ranks]."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    fixed: Floats
+
+    @property
+    def total(self) -> Floats:
+        return self.weights + self.gradients + self.optimizer + self.fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationMemory:
+    """What one micro-batch of one size keeps, whatever the layout."""
+
+    embedding: float
+    block: float
+    head: float
+    logits: float
+    """The last stage's output; 0 where its size is unknown."""
+    recompute: float
+    """One block's full activations while it is played again; 0 without recompute."""
+    message: float
+    """One tensor between stages."""
+
+
+def peak_memory(
+    plan: Plan,
+    order: Order,
+    *,
+    static: StaticMemory,
+    activation: ActivationMemory,
+    executor: Executor,
+) -> MemoryParts:
+    """Peak bytes of every rank, by what holds them."""
+    held = _held_bytes(plan, order, activation)
+    logits = np.zeros(plan.num_ranks)
+    if activation.logits:
+        last = np.zeros(plan.num_stages)
+        last[-1] = activation.logits
+        logits = np.minimum(peak_in_flight_bytes(order, last), held)
+    last_rank = plan.rank_of(plan.num_stages - 1)
+    activations = held - logits + activation.recompute
+    logits[last_rank] += activation.logits
+    return MemoryParts(
+        weights=static.weights,
+        gradients=static.gradients,
+        optimizer=static.optimizer,
+        activations=activations,
+        logits=logits,
+        boundary=np.full(plan.num_ranks, kept_messages(plan, executor) * activation.message),
+        fixed=static.fixed,
+    )
+
+
+def peak_bytes(
+    plan: Plan,
+    order: Order,
+    *,
+    static: StaticMemory,
+    activation: ActivationMemory,
+    executor: Executor,
+) -> Floats:
+    """`peak_memory(...).total` at less cost."""
+    total = static.total + _held_bytes(plan, order, activation)
+    total += activation.recompute + kept_messages(plan, executor) * activation.message
+    total[plan.rank_of(plan.num_stages - 1)] += activation.logits
+    return total
+
+
+def static_memory(plan: Plan, profile: Profile, *, zero_stage: int = 0) -> StaticMemory | None:
+    """Weights, gradients and optimizer state, or None where parameter sizes are unknown.
+
+    ZeRO stage 1 shards the optimizer state over the data-parallel ranks (arXiv 1910.02054, sec. 5).
+    """
+    weights = rank_parameter_bytes(plan, profile)
+    if weights is None or profile.memory is None:
+        return None
+    model: MemoryModel = profile.memory
+    shards = plan.data_parallel if zero_stage >= 1 else 1
+    return StaticMemory(
+        weights=weights,
+        gradients=weights * model.gradient_bytes_per_parameter_byte,
+        optimizer=weights * (model.optimizer_bytes_per_parameter_byte / shards),
+        fixed=np.full(plan.num_ranks, float(model.fixed_bytes)),
+    )
+
+
+def rank_parameter_bytes(plan: Plan, profile: Profile) -> Floats | None:
+    """Bytes of parameters on each rank, float64[num_ranks], or None where a layer's are unknown."""
+    sizes = []
+    for kind in ("embedding", "block", "head"):
+        layer = profile.layer(kind)
+        if layer is None or layer.parameter_bytes is None:
+            return None
+        sizes.append(layer.parameter_bytes)
+    embedding, block, head = sizes
+    stages = np.array(plan.layers_per_stage, dtype=np.float64) * block
+    stages[0] += embedding
+    stages[-1] += head
+    return per_rank(plan, stages)
+
+
+def per_rank(plan: Plan, per_stage: Floats) -> Floats:
+    """Sums over each rank's stages, float64[num_ranks]."""
+    by_chunk = per_stage.reshape(plan.num_chunks, plan.num_ranks)
+    if plan.placement == "v":
+        return np.asarray(by_chunk[0] + by_chunk[1, ::-1])
+    return np.asarray(by_chunk.sum(axis=0))
+
+
+def activation_memory(times: ModelTimes, *, message_bytes: int) -> ActivationMemory | None:
+    """Bytes of one micro-batch, or None where a layer's are unknown."""
+    embedding, block, head = times.embedding, times.block, times.head
+    if (
+        embedding.saved_activation_bytes is None
+        or block.saved_activation_bytes is None
+        or head.saved_activation_bytes is None
+    ):
+        return None
+    return ActivationMemory(
+        embedding=embedding.saved_activation_bytes,
+        block=block.saved_activation_bytes,
+        head=head.saved_activation_bytes,
+        logits=head.boundary_bytes or 0,
+        recompute=times.recompute_bytes or 0,
+        message=message_bytes,
+    )
+
+
+def kept_messages(plan: Plan, executor: Executor) -> int:
+    """Tensors between stages that a rank holds at its peak, besides those autograd keeps.
+
+    torch 2.13, measured: the multi-stage runtime holds sent outputs, preallocated receive buffers
+    and gradients of every micro-batch and stage, Schedule1F1B the receive buffers alone. Others
+    free a tensor once it is sent: one in each direction, arriving and leaving.
+    """
+    if plan.num_ranks == 1:
+        return 0
+    match executor:
+        case Executor.TORCH_RUNTIME:
+            return 3 * plan.num_microbatches * plan.num_chunks + 1
+        case Executor.TORCH_1F1B:
+            return plan.num_microbatches + 5
+        case _:
+            return 4
+
+
+def _held_bytes(plan: Plan, order: Order, activation: ActivationMemory) -> Floats:
+    """Most bytes that autograd and kept outputs hold at once on each rank."""
+    stages = np.array(plan.layers_per_stage, dtype=np.float64) * activation.block
+    stages[0] += activation.embedding
+    stages[-1] += activation.head + activation.logits
+    return peak_in_flight_bytes(order, stages)
