@@ -3,6 +3,8 @@
 Attention is torch's fused causal attention, so that no [batch, heads, seq, seq] matrix is kept.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,29 +15,40 @@ from pptune.model import ModelSpec
 _ROPE_THETA = 10_000.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of `spec`, none missing. Raises UsageError naming what is."""
+    """The sizes of a transformer, none missing."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        needed = {
-            "hidden_size": spec.hidden_size,
-            "num_heads": spec.num_heads,
-            "ffn_size": spec.ffn_size,
-            "vocab_size": spec.vocab_size,
-        }
-        missing = [name for name, value in needed.items() if value is None]
-        if missing:
-            raise UsageError(
-                f"model {spec.name} lacks {', '.join(missing)}; without them its layers can only "
-                "come from package.module:function"
-            )
-        self.hidden = spec.hidden_size or 0
-        self.heads = spec.num_heads or 0
-        self.kv_heads = spec.num_kv_heads or self.heads
-        self.ffn = spec.ffn_size or 0
-        self.vocab = spec.vocab_size or 0
-        self.seq_len = spec.seq_len
-        self.head_dim = self.hidden // self.heads
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """The sizes of `spec`. Raises UsageError naming what is missing or what we cannot build."""
+    hidden, heads, ffn, vocab = spec.hidden_size, spec.num_heads, spec.ffn_size, spec.vocab_size
+    if hidden is None or heads is None or ffn is None or vocab is None:
+        named = {"hidden_size": hidden, "num_heads": heads, "ffn_size": ffn, "vocab_size": vocab}
+        missing = ", ".join(name for name, value in named.items() if value is None)
+        raise UsageError(
+            f"model {spec.name} lacks {missing}; without them its layers can only come from "
+            "package.module:function"
+        )
+    return Sizes(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=spec.num_kv_heads or heads,
+        ffn=ffn,
+        vocab=vocab,
+        seq_len=spec.seq_len,
+    )
 
 
 class GptEmbedding(nn.Module):
@@ -125,7 +138,7 @@ class LlamaBlock(nn.Module):
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]."""
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return flat.view(*flat.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(x)
