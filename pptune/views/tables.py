@@ -102,7 +102,7 @@ def as_csv(sheet: Sheet) -> str:
 
 def as_markdown(sheet: Sheet) -> str:
     """A pipe table of the listed columns, as text for people, and the notes as a list."""
-    listed = _listed(sheet)
+    listed = listed_columns(sheet)
     columns = [sheet.columns[index] for index in listed]
     lines = [f"## {sheet.title}", ""] if sheet.title else []
     if sheet.rows:
@@ -113,6 +113,15 @@ def as_markdown(sheet: Sheet) -> str:
         lines.append("")
     lines += [f"* {note}" for note in sheet.notes]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def listed_columns(sheet: Sheet) -> list[int]:
+    """Indices of the columns that people get to see."""
+    return [
+        index
+        for index, column in enumerate(sheet.columns)
+        if column.listed and any(row[index] is not None for row in sheet.rows)
+    ]
 
 
 def cell_text(column: Column, value: object) -> str:
@@ -169,21 +178,12 @@ def _pipe_row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(escaped) + " |"
 
 
-def _listed(sheet: Sheet) -> list[int]:
-    """Indices of the columns that people get to see."""
-    return [
-        index
-        for index, column in enumerate(sheet.columns)
-        if column.listed and any(row[index] is not None for row in sheet.rows)
-    ]
-
-
 def _columns_that_fit(sheet: Sheet, width: int) -> tuple[list[int], list[Column]]:
     """Indices of the columns to show, and the columns left out for want of room.
 
     The more important go first; of equals the left one.
     """
-    listed = _listed(sheet)
+    listed = listed_columns(sheet)
     shown = [index for index in listed if sheet.columns[index].priority == 0]
     rest = [index for index in listed if index not in shown]
     for index in sorted(rest, key=lambda index: sheet.columns[index].priority):

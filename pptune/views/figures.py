@@ -1,0 +1,362 @@
+"""The report's figures, each a plotly figure or None where there is nothing to draw.
+
+Colours are chosen to be readable on light and on dark paper; text and grid colours are the page's.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import plotly.graph_objects as go
+
+from pptune.curves import CurveFit, fit_curve, usable_points
+from pptune.estimate import Breakdown
+from pptune.explanation import Alternative
+from pptune.plans_file import PlansFile
+from pptune.profiles import Layer, Link, Profile
+from pptune.units import (
+    format_bytes,
+    format_bytes_per_s,
+    format_ratio,
+    format_seconds,
+    seconds_unit,
+)
+from pptune.validation_file import ValidationFile
+from pptune.views.profile import link_name
+from pptune.views.slices import Timeline
+from pptune.views.validation import PARTS
+
+BLUE, GREEN, ORANGE, PURPLE, RED, GREY = (
+    "#4c8bf5", "#2ba66f", "#e09030", "#a06cd5", "#d9534f", "#8a8f98",
+)  # fmt: skip
+WORKS = {
+    "F": ("forward", BLUE), "B": ("backward", GREEN), "I": ("backward, input part", GREEN),
+    "W": ("backward, weight part", ORANGE),
+}  # fmt: skip
+PART_COLOURS = dict(zip(PARTS, (BLUE, GREY, ORANGE, PURPLE, RED), strict=True))
+
+MAX_BARS = 3000
+"""More actions than this make a browser slow; a longer timeline is drawn up to a time that holds
+as many."""
+
+MAX_LINKS = 6
+"""Links drawn one by one; more are drawn as their slowest and fastest."""
+
+MAX_STACKS = 4
+"""Candidates whose parts are drawn."""
+
+GIB = 2**30
+
+Figure = Any
+"""plotly's go.Figure: the library has no types."""
+
+
+def step_time_map(alternatives: Sequence[Alternative]) -> Figure | None:
+    """A heat map of the best step time of each V and b; cells without a plan stay empty."""
+    found = {
+        (row.num_chunks, row.microbatch_size): row.estimate.step_time_s
+        for row in alternatives
+        if row.estimate is not None
+    }
+    if not found:
+        return None
+    chunks = sorted({row.num_chunks for row in alternatives})
+    sizes = sorted({row.microbatch_size for row in alternatives})
+    unit, scale = seconds_unit(found.values())
+    best = min(found, key=found.__getitem__)
+    labels = {
+        (row.num_chunks, row.microbatch_size): _map_label(row, found[best]) for row in alternatives
+    }
+
+    def cells(value: Callable[[tuple[int, int]], Any]) -> list[list[Any]]:
+        return [[value((v, b)) for b in sizes] for v in chunks]
+
+    figure = _figure("V, chunks per rank", "b, micro-batch size")
+    figure.add_heatmap(
+        x=[str(b) for b in sizes], y=[str(v) for v in chunks],
+        z=cells(lambda key: found[key] / scale if key in found else None),
+        text=cells(lambda key: f"{found[key] / scale:.4g}" if key in found else ""),
+        texttemplate="%{text}", hovertext=cells(labels.__getitem__), hoverinfo="text",
+        colorscale="Viridis_r", xgap=2, ygap=2, colorbar={"title": unit, "thickness": 12},
+    )  # fmt: skip
+    figure.update_layout(margin_t=10)
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False)
+    return figure
+
+
+def layer_curve(profile: Profile) -> Figure | None:
+    """t(b) of one block with its fit, the plateau's line and the knee; log-log."""
+    block = profile.layer("block")
+    points = [] if block is None else block_points(block)
+    if len(points) < 2:
+        return None
+    sizes, seconds = [size for size, _ in points], [value for _, value in points]
+    fit = fit_curve(sizes, seconds)
+    grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
+    unit, scale = seconds_unit(seconds)
+    figure = _figure(f"t(b) ({unit})", "b, micro-batch size")
+    figure.add_scatter(
+        name="measured", x=sizes, y=[value / scale for value in seconds], mode="markers",
+        marker={"color": BLUE, "size": 9},
+        text=[f"b = {size}<br>{format_seconds(value)}<br>{format_seconds(value / size)} per "
+              "sequence" for size, value in points],
+        hoverinfo="text",
+    )  # fmt: skip
+    figure.add_scatter(
+        name="fit", x=grid, y=[fit.seconds(size) / scale for size in grid], mode="lines",
+        line={"color": BLUE}, text=[format_seconds(fit.seconds(size)) for size in grid],
+        hoverinfo="text",
+    )  # fmt: skip
+    figure.add_scatter(
+        name="at the best rate", x=grid, y=[fit.per_sequence_s * size / scale for size in grid],
+        mode="lines", line={"color": GREY, "dash": "dash"}, hoverinfo="skip",
+    )  # fmt: skip
+    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
+    figure.update_yaxes(type="log")
+    _mark_knee(figure, fit, sizes)
+    return figure
+
+
+def link_curves(profile: Profile) -> Figure | None:
+    """One-way time over message size: measured points and latency + size / bandwidth; log-log."""
+    links = _links_to_draw([link for link in profile.links if link.points])
+    if not links:
+        return None
+    times = [point.one_way_s for link in links for point in link.points]
+    unit, scale = seconds_unit(times)
+    figure = _figure(f"one-way time ({unit})", "message size")
+    for link, colour in zip(links, cycle((BLUE, GREEN, ORANGE, PURPLE, RED, GREY)), strict=False):
+        points = sorted(link.points, key=lambda point: point.num_bytes)
+        name = f"{link_name(link)} ({link.scope})"
+        figure.add_scatter(
+            name=name, legendgroup=name, mode="markers", marker={"color": colour, "size": 8},
+            x=[point.num_bytes for point in points],
+            y=[point.one_way_s / scale for point in points], hoverinfo="text",
+            text=[f"{name}<br>{format_bytes(point.num_bytes)}: {format_seconds(point.one_way_s)}"
+                  for point in points],
+        )  # fmt: skip
+        figure.add_scatter(
+            name=f"{format_seconds(link.latency_s)} + size / "
+            f"{format_bytes_per_s(link.bytes_per_s)}",
+            legendgroup=name, mode="lines", line={"color": colour}, hoverinfo="skip",
+            x=[point.num_bytes for point in points],
+            y=[(link.latency_s + point.num_bytes / link.bytes_per_s) / scale for point in points],
+        )  # fmt: skip
+    sizes = sorted({point.num_bytes for link in links for point in link.points})
+    figure.update_xaxes(
+        type="log", tickvals=sizes[:: max(1, len(sizes) // 4)],
+        ticktext=[format_bytes(size) for size in sizes[:: max(1, len(sizes) // 4)]],
+    )  # fmt: skip
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def timeline_bars(timeline: Timeline, *, end_s: float) -> Figure | None:
+    """Ranks as rows, actions as bars by kind of work; time from 0 to `end_s`."""
+    if not timeline.slices:
+        return None
+    shown = sorted(timeline.slices, key=lambda item: item.start_s)[:MAX_BARS]
+    part = ""
+    if len(shown) < len(timeline.slices):
+        end_s = shown[-1].start_s
+        part = f", the first {len(shown):,} of {len(timeline.slices):,} actions"
+    unit, scale = seconds_unit([end_s])
+    figure = _figure("rank", f"time ({unit}){part}")
+    for work, (name, colour) in WORKS.items():
+        items = [item for item in shown if item.work == work]
+        if items:
+            figure.add_bar(
+                name=name, orientation="h", marker={"color": colour, "line": {"width": 0}},
+                base=[item.start_s / scale for item in items],
+                x=[(item.end_s - item.start_s) / scale for item in items],
+                y=[item.rank for item in items], hoverinfo="text", textposition="none",
+                text=[f"stage {item.stage}, {name}, micro-batch {item.microbatch}<br>"
+                      f"{format_seconds(item.start_s)} + "
+                      f"{format_seconds(item.end_s - item.start_s)}" for item in items],
+            )  # fmt: skip
+    num_ranks = timeline.plan.num_ranks
+    figure.update_layout(barmode="overlay", bargap=0.15, height=120 + 26 * min(num_ranks, 32))
+    figure.update_xaxes(range=[0, end_s / scale])
+    figure.update_yaxes(autorange="reversed", dtick=max(1, num_ranks // 8), showgrid=False)
+    return figure
+
+
+def predicted_and_measured(validation: ValidationFile | None) -> Figure | None:
+    """Step times of every run that finished, with the noise of the measured ones."""
+    if validation is None:
+        return None
+    runs = [run for run in validation.runs if run.measured_s is not None]
+    if not runs:
+        return None
+    measured_s = [run.measured_s or 0.0 for run in runs]
+    unit, scale = seconds_unit(measured_s)
+    names = [short_label(run.plan.label) for run in runs]
+    figure = _figure("", f"step time ({unit})")
+    noise_s = [
+        seconds * (run.noise_ratio or 0.0) for run, seconds in zip(runs, measured_s, strict=True)
+    ]
+    word = "replayed" if validation.mode == "replay" else "measured"
+    figure.add_bar(
+        name="predicted", orientation="h", y=names, x=[run.predicted_s / scale for run in runs],
+        marker={"color": GREY}, hoverinfo="text", textposition="none",
+        text=[f"predicted {format_seconds(run.predicted_s)}" for run in runs],
+    )  # fmt: skip
+    figure.add_bar(
+        name=word, orientation="h", y=names, x=[seconds / scale for seconds in measured_s],
+        marker={"color": BLUE}, hoverinfo="text", textposition="none",
+        error_x={"type": "data", "array": [noise / scale for noise in noise_s], "color": GREY},
+        text=[f"{word} {format_seconds(seconds)} +- {format_ratio(run.noise_ratio or 0.0)}"
+              f"<br>prediction off by {format_ratio(run.error_ratio or 0.0, sign=True)}"
+              for run, seconds in zip(runs, measured_s, strict=True)],
+    )  # fmt: skip
+    figure.update_layout(barmode="group", height=150 + 60 * len(runs))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def memory_bars(plans: PlansFile, validation: ValidationFile | None) -> Figure | None:
+    """Peak memory by rank: the pick predicted and measured, the baseline, and the limit."""
+    peaks = _peaks(plans, validation)
+    if not peaks:
+        return None
+    figure = _figure("peak memory (GiB)", "rank")
+    for (name, by_rank), colour in zip(peaks, cycle((BLUE, GREEN, GREY, ORANGE)), strict=False):
+        figure.add_bar(
+            name=name, x=list(range(len(by_rank))), y=[peak / GIB for peak in by_rank],
+            marker={"color": colour}, hoverinfo="text", textposition="none",
+            text=[f"{name}<br>rank {rank}: {format_bytes(peak)}"
+                  for rank, peak in enumerate(by_rank)],
+        )  # fmt: skip
+    limit = plans.memory_limit_bytes
+    if limit is not None:
+        figure.add_hline(
+            y=limit / GIB, line={"color": RED, "dash": "dash"},
+            annotation_text=f"limit {format_bytes(limit)}",
+        )  # fmt: skip
+    figure.update_layout(barmode="group")
+    figure.update_xaxes(dtick=max(1, max(len(by_rank) for _, by_rank in peaks) // 8))
+    return figure
+
+
+def where_the_step_goes(plans: PlansFile) -> Figure | None:
+    """Stacked parts of the slowest rank's step: the first candidates and the baseline."""
+    steps = [(short_label(row.plan.label), row.estimate.breakdown_s)
+             for row in plans.candidates[:MAX_STACKS]]  # fmt: skip
+    if plans.baseline is not None:
+        steps.append((short_label(plans.baseline.plan.label), plans.baseline.estimate.breakdown_s))
+    if not steps:
+        return None
+    unit, scale = seconds_unit([value for _, parts in steps for value in _values(parts)])
+    figure = _figure("", f"slowest rank's step ({unit})")
+    for part in PARTS:
+        seconds = [getattr(parts, part) for _, parts in steps]
+        name = part.replace("_", " ")
+        figure.add_bar(
+            name=name, orientation="h", y=[label for label, _ in steps],
+            x=[value / scale for value in seconds], marker={"color": PART_COLOURS[part]},
+            hoverinfo="text", textposition="none",
+            text=[f"{name} {format_seconds(value)}" for value in seconds],
+        )  # fmt: skip
+    figure.update_layout(barmode="stack", height=190 + 40 * len(steps))
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def time_and_memory(plans: PlansFile) -> Figure | None:
+    """Step time against the fullest rank's peak memory, where the search looked for both."""
+    rows = [row for row in plans.candidates if row.estimate.peak_memory_bytes]
+    if plans.objective != "pareto" or not rows:
+        return None
+    unit, scale = seconds_unit([row.estimate.step_time_s for row in rows])
+    peaks = [max(row.estimate.peak_memory_bytes or (0,)) for row in rows]
+    figure = _figure(f"step time ({unit})", "peak memory of the fullest rank (GiB)")
+    figure.add_scatter(
+        x=[peak / GIB for peak in peaks], y=[row.estimate.step_time_s / scale for row in rows],
+        mode="markers", marker={"color": BLUE, "size": 10}, hoverinfo="text", showlegend=False,
+        text=[f"{row.plan.label}<br>{format_seconds(row.estimate.step_time_s)}, "
+              f"{format_bytes(peak)}" for row, peak in zip(rows, peaks, strict=True)],
+    )  # fmt: skip
+    figure.update_layout(margin_t=10)
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def short_label(label: str) -> str:
+    """A plan's label on two lines: names on an axis must leave room for the figure."""
+    schedule, _, rest = label.partition(" ")
+    return f"{schedule}<br>{rest}"
+
+
+def block_points(layer: Layer) -> list[tuple[int, float]]:
+    """(b, forward + backward seconds), ascending, of the sizes that have both."""
+    return sorted(
+        (point.microbatch_size, point.forward_s + point.backward_s)
+        for point in usable_points(layer)
+        if point.forward_s is not None and point.backward_s is not None
+    )
+
+
+def _map_label(row: Alternative, best_s: float) -> str:
+    name = f"V = {row.num_chunks}, b = {row.microbatch_size}"
+    if row.plan is None or row.estimate is None:
+        return f"{name}<br>{row.reason or 'no plan'}"
+    slower = row.estimate.step_time_s / best_s - 1
+    return (
+        f"{name}, M = {row.plan.num_microbatches}<br>{row.plan.label}<br>"
+        f"{format_seconds(row.estimate.step_time_s)}, {format_ratio(slower, sign=True)} on the best"
+    )
+
+
+def _mark_knee(figure: Figure, fit: CurveFit, sizes: Sequence[int]) -> None:
+    knee = fit.knee_microbatch_size
+    if knee is not None and sizes[0] < knee < sizes[-1]:
+        figure.add_vline(
+            x=knee, line={"color": ORANGE, "dash": "dot"},
+            annotation_text=f"90 % of the best rate at b = {knee:.1f}",
+            annotation_position="top left",
+        )  # fmt: skip
+
+
+def _links_to_draw(links: Sequence[Link]) -> list[Link]:
+    if len(links) <= MAX_LINKS:
+        return list(links)
+    by_speed = sorted(links, key=lambda link: link.bytes_per_s)
+    return [by_speed[0], by_speed[-1]]
+
+
+def _peaks(
+    plans: PlansFile, validation: ValidationFile | None
+) -> list[tuple[str, tuple[int, ...]]]:
+    found: list[tuple[str, tuple[int, ...] | None]] = []
+    if plans.candidates:
+        best = plans.candidates[0]
+        found.append(("pick, predicted", best.estimate.peak_memory_bytes))
+        runs = () if validation is None else validation.runs
+        found += [("pick, measured", run.peak_memory_bytes) for run in runs
+                  if run.plan == best.plan][:1]  # fmt: skip
+    if plans.baseline is not None:
+        found.append(("baseline, predicted", plans.baseline.estimate.peak_memory_bytes))
+    return [(name, peaks) for name, peaks in found if peaks]
+
+
+def _values(parts: Breakdown) -> list[float]:
+    return [getattr(parts, name) for name in PARTS]
+
+
+def _figure(y_title: str, x_title: str) -> Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": GREY},
+        margin={"l": 10, "r": 10, "t": 40, "b": 10},
+        height=340,
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
+        dragmode=False,
+    )
+    figure.update_xaxes(title=x_title, automargin=True, zeroline=False)
+    figure.update_yaxes(title=y_title, automargin=True, zeroline=False)
+    return figure
