@@ -3,14 +3,17 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pptune import schedules
+from pptune.errors import UsageError
 from pptune.model import ModelSpec
 from pptune.plan import Plan, default_group_size
 from pptune.runtime import models
@@ -20,8 +23,8 @@ from pptune.runtime.stages import (
     ComputingStage,
     Placeholder,
     Recorder,
-    WaitTimes,
     WaitingStage,
+    WaitTimes,
 )
 
 TORCH_CLASSES: dict[str, str] = {
@@ -43,6 +46,43 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaGroups:
+    """The process groups of one rank; global rank = replica * P + pipeline rank."""
+
+    pipeline: Any
+    """The P ranks of this replica, or None for the default group."""
+    data: Any
+    """The ranks that hold the same stages, or None with one replica."""
+
+
+def replica_groups(context: RankContext, plan: Plan) -> ReplicaGroups:
+    """This rank's groups. Every rank creates every group, in the same order."""
+    num_ranks, replicas = plan.num_ranks, plan.data_parallel
+    if context.num_ranks != num_ranks * replicas:
+        raise UsageError(
+            f"{plan.label} needs {num_ranks * replicas} ranks ({num_ranks} x {replicas} replicas), "
+            f"but {context.num_ranks} were started"
+        )
+    if replicas == 1:
+        return ReplicaGroups(pipeline=None, data=None)
+    key = f"groups {num_ranks}x{replicas}"
+    if key not in context.keep:
+        pipelines = [
+            dist.new_group([replica * num_ranks + rank for rank in range(num_ranks)])
+            for replica in range(replicas)
+        ]
+        data = [
+            dist.new_group([replica * num_ranks + rank for replica in range(replicas)])
+            for rank in range(num_ranks)
+        ]
+        context.keep[key] = ReplicaGroups(
+            pipeline=pipelines[context.rank // num_ranks], data=data[context.rank % num_ranks]
+        )
+    groups: ReplicaGroups = context.keep[key]
+    return groups
+
+
 class PlanRunner:
     """A plan ready to step on this rank. Every rank of the group builds one."""
 
@@ -61,7 +101,9 @@ class PlanRunner:
         self.plan = plan
         self.is_replay = stage_times is not None
         self.recorder = Recorder(context.device, self._say)
-        own = plan.stages_of(context.rank)
+        self.groups = replica_groups(context, plan)
+        pipeline_rank = context.rank % plan.num_ranks
+        own = plan.stages_of(pipeline_rank)
         stages: list[ComputingStage]
         if stage_times is not None:
             stages = [
@@ -71,7 +113,7 @@ class PlanRunner:
             self._inputs = torch.zeros(plan.microbatch_size * plan.num_microbatches, 1)
             self._targets = self._inputs
         else:
-            torch.manual_seed(seed + context.rank)
+            torch.manual_seed(seed + pipeline_rank)
             stages = [self._computing_stage(stage, spec, torch_dtype(dtype)) for stage in own]
             loss_fn = self._timed_loss(models.loss_function(spec))
             self._inputs, self._targets = models.example_batch(
@@ -99,7 +141,13 @@ class PlanRunner:
             spec, plan.microbatch_size, first=first, last=last, dtype=dtype, device=device
         )
         made = ComputingStage(
-            module, stage, plan.num_stages, device, input_args=inputs, output_args=outputs
+            module,
+            stage,
+            plan.num_stages,
+            device,
+            input_args=inputs,
+            output_args=outputs,
+            group=self.groups.pipeline,
         )
         made.recorder = self.recorder
         return made
@@ -112,6 +160,7 @@ class PlanRunner:
         made = WaitingStage(
             Placeholder(), stage, plan.num_stages, device,
             input_args=tokens if stage == 0 else hidden, output_args=hidden,
+            group=self.groups.pipeline,
         )  # fmt: skip
         made.recorder = self.recorder
         made.times = times
@@ -163,7 +212,16 @@ class PlanRunner:
         self.schedule.step(*arguments, **target, losses=[], return_outputs=False)
 
     def update(self) -> None:
-        """Optimizer step and zeroing of gradients."""
+        """Reduction of gradients over replicas, optimizer step and zeroing of gradients."""
+        if self.groups.data is not None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            flat = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+            dist.all_reduce(flat, group=self.groups.data)
+            flat.div_(self.plan.data_parallel)
+            for gradient, reduced in zip(
+                gradients, _unflatten_dense_tensors(flat, gradients), strict=True
+            ):
+                gradient.copy_(reduced)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pptune.measured_step import Visit, join_ranks
+from pptune.measured_step import MeasuredStep, Visit, join_ranks
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.runtime.launch import RankGroup
@@ -59,17 +59,27 @@ class PlanVisitor:
             timeout_s=self.timeout_s,
         )  # fmt: skip
         self._memory_is_short = min(each["free_memory_ratio"] for each in answers) < _FORGET_BELOW
-        nodes = [answer["node"] for answer in answers]
+        replicas = [
+            answers[first : first + plan.num_ranks]
+            for first in range(0, len(answers), plan.num_ranks)
+        ]
         joined = [
-            join_ranks([answer["steps"][index] for answer in answers], nodes)
+            max((_join(replica, index) for replica in replicas), key=lambda step: step.step_s)
             for index in range(steps)
         ]
-        peaks = [answer["peak_memory_bytes"] for answer in answers]
+        peaks = [answer["peak_memory_bytes"] for answer in replicas[0]]
         return Visit(
             samples_s=tuple(step.step_s for step in joined),
             step=joined[-1] if self.record and joined else None,
             peak_memory_bytes=None if None in peaks else tuple(peaks),
         )
+
+
+def _join(answers: list[Any], index: int) -> MeasuredStep:
+    """One replica's step number `index`; a step is as slow as its slowest replica."""
+    return join_ranks(
+        [answer["steps"][index] for answer in answers], [answer["node"] for answer in answers]
+    )
 
 
 def _as_dict(times: WaitTimes) -> dict[str, Any]:
