@@ -1,10 +1,19 @@
 """Small plans and validation files with made-up numbers, for tests of what shows them."""
 
+import msgspec
+
 from pptune.estimate import Breakdown, Candidate, Estimate, PredictedPlan
+from pptune.explanation import Alternative
 from pptune.model import ModelSpec
 from pptune.plan import Plan, Schedule, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, Space
+from pptune.profiles import Link, LinkPoint, Profile
+from pptune.schedules import generate
+from pptune.simulator import Costs, simulate
 from pptune.validation_file import Run, SimpleModel, Summary, ValidationFile
+from pptune.views.html import report
+from pptune.views.slices import Timeline, predicted_timeline
+from tests.synthetic import synthetic_profile
 
 MIB = 2**20
 
@@ -131,3 +140,71 @@ def sample_validation() -> ValidationFile:
             noise_floor=0.011, models={"closed form": SimpleModel(mape=0.2, regret_top1=0.1)},
         ),
     )  # fmt: skip
+
+
+def sample_profile() -> Profile:
+    """Times with a knee, and two links with points."""
+    links = tuple(
+        Link(
+            scope=scope,
+            source_rank=source,
+            target_rank=1 - source,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            points=tuple(
+                LinkPoint(num_bytes=size, one_way_s=latency_s + size / bytes_per_s)
+                for size in (2**10, 2**14, 2**18, 2**22, 2**26)
+            ),
+        )
+        for scope, source, latency_s, bytes_per_s in (
+            ("intra", 0, 2e-5, 4e9),
+            ("inter", 1, 9e-5, 1e9),
+        )
+    )
+    return synthetic_profile(
+        num_layers=16,
+        block=lambda b: (1e-3 + 0.35e-3 * b, 2e-3 + 0.7e-3 * b),
+        sizes=(1, 2, 4, 8, 16),
+        links=links,  # type: ignore[arg-type]
+    )
+
+
+def sample_report() -> str:
+    """A report with every figure."""
+    plans = msgspec.structs.replace(
+        sample_plans(), memory_limit_bytes=512 * MIB, objective="pareto"
+    )
+    order = generate(
+        INTERLEAVED.schedule, num_ranks=4, num_chunks=2, num_microbatches=8,
+        microbatch_group_size=INTERLEAVED.microbatch_group_size,
+    )  # fmt: skip
+    costs = Costs.uniform(
+        num_ranks=4, num_chunks=2, forward_s=3e-3, backward_s=6e-3, transfer_s=2e-4
+    )
+    spans = simulate(order, costs, spans=True).spans
+    assert spans is not None
+    predicted = predicted_timeline(INTERLEAVED, spans)
+    measured = Timeline(name="measured", plan=INTERLEAVED, slices=predicted.slices)
+    return report(
+        plans,
+        sample_profile(),
+        alternatives=sample_alternatives(),
+        validation=sample_validation(),
+        timelines=(predicted, measured),
+    )
+
+
+def sample_alternatives() -> tuple[Alternative, ...]:
+    """V = 1, 2, 4 at b = 1, 2, 4; the largest of both has no plan."""
+    return tuple(
+        Alternative(num_chunks=v, microbatch_size=b, plan=None, estimate=None, reason="M < P")
+        if (v, b) == (4, 4)
+        else Alternative(
+            num_chunks=v,
+            microbatch_size=b,
+            plan=INTERLEAVED,
+            estimate=sample_estimate(0.1 + 0.01 * abs(v - 2) + 0.005 * (b - 1)),
+        )
+        for v in (1, 2, 4)
+        for b in (1, 2, 4)
+    )

@@ -2,17 +2,30 @@
 
 import csv
 import io
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
 
+from pptune.plan import Schedule, make_plan
 from pptune.profiles import Overhead
-from pptune.validation_file import Summary
+from pptune.schedules import generate
+from pptune.simulator import Costs, simulate
+from pptune.validation_file import RecordedAction, Summary
+from pptune.views.html import report
 from pptune.views.plans import estimate_sheet, layers_text, ranking
 from pptune.views.profile import profile_sheets, throughput_sheet
+from pptune.views.slices import Slice, Timeline, flows, predicted_timeline, recorded_timeline
+from pptune.views.stages import stage_sheet
 from pptune.views.tables import Sheet, as_csv, as_markdown, make_console
+from pptune.views.timeline import TextTimeline, _phases
+from pptune.views.trace import trace_json
 from pptune.views.validation import breakdowns_sheet, models_sheet, runs_sheet
-from tests.sample_documents import sample_plans, sample_validation
+from tests.sample_documents import sample_plans, sample_report, sample_validation
 from tests.synthetic import synthetic_profile, uniform_link
 
 
@@ -211,3 +224,228 @@ def test_a_narrow_encoding_does_not_fail() -> None:
     make_console(stream, width=100).print(ranking(plans))
     stream.flush()
     assert b"l\\xe4uft \\u2026" in binary.getvalue()
+
+
+def hand_played_timeline() -> Timeline:
+    """1F1B on two ranks, forward 1 s, backward 2 s, free messages, played by hand."""
+    plan = make_plan(
+        schedule="1f1b", num_ranks=2, num_chunks=1, microbatch_size=1, num_microbatches=2,
+        layers_per_stage=(1, 1),
+    )  # fmt: skip
+    return Timeline(
+        name="predicted",
+        plan=plan,
+        slices=(
+            Slice(0, 0, "F", 0, 0.0, 1.0), Slice(0, 0, "F", 1, 1.0, 2.0),
+            Slice(0, 0, "B", 0, 4.0, 6.0), Slice(0, 0, "B", 1, 7.0, 9.0),
+            Slice(1, 1, "F", 0, 1.0, 2.0), Slice(1, 1, "B", 0, 2.0, 4.0),
+            Slice(1, 1, "F", 1, 4.0, 5.0), Slice(1, 1, "B", 1, 5.0, 7.0),
+        ),
+    )  # fmt: skip
+
+
+def simulated_timeline(
+    schedule: Schedule, *, ranks: int, chunks: int, microbatches: int, transfer_s: float = 0.0
+) -> Timeline:
+    """Forward 1 ms and backward 2 ms per rank, as the simulator plays them."""
+    plan = make_plan(
+        schedule=schedule, num_ranks=ranks, num_chunks=chunks, microbatch_size=1,
+        num_microbatches=microbatches, layers_per_stage=(1,) * ranks * chunks,
+    )  # fmt: skip
+    order = generate(
+        schedule, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches,
+        microbatch_group_size=plan.microbatch_group_size,
+    )  # fmt: skip
+    costs = Costs.uniform(
+        num_ranks=ranks, num_chunks=chunks, forward_s=1e-3, backward_s=2e-3, transfer_s=transfer_s
+    )
+    spans = simulate(order, costs, spans=True).spans
+    assert spans is not None
+    return predicted_timeline(plan, spans)
+
+
+def test_text_timeline_equals_the_hand_played_step() -> None:
+    shown = rendered(TextTimeline(hand_played_timeline()), 53).splitlines()
+    assert shown[0] == "1f1b P2 V1 b1 M2, predicted: 9.00 s"
+    assert shown[-3:] == [
+        "rank 0  F0---F1---..........B0--------.....B1--------",
+        "rank 1  .....F0---B0--------F1---B1--------..........",
+        "        |0 s            |3.20 s         |6.40 s",
+    ]
+
+
+def test_chunks_are_named_by_stage() -> None:
+    timeline = simulated_timeline("interleaved", ranks=2, chunks=2, microbatches=2)
+    row = next(
+        line for line in rendered(TextTimeline(timeline), 170).splitlines() if "rank 0" in line
+    )
+    assert "0F0-" in row
+    assert "2B1-" in row
+
+
+def test_a_long_step_is_summed_up_and_its_ends_magnified() -> None:
+    shown = rendered(
+        TextTimeline(simulated_timeline("1f1b", ranks=4, chunks=1, microbatches=64)), 80
+    )
+    rows = [line[8:] for line in shown.splitlines() if line.startswith("rank")]
+    assert len(rows) == 12
+    overview, first, last = rows[:4], rows[4:8], rows[8:]
+    # (P - 1 + M) x 3 ms = 201 ms in 72 cells: rank 3 waits for 3 forwards and, at the end, for 3
+    # backwards; in between all ranks mix forwards and backwards.
+    assert overview[3].startswith(".=") or overview[3].startswith("..")
+    assert set(overview[3][5:-5]) == {"="}
+    assert overview[3].endswith("..")
+    assert first[0].startswith("F0-F")
+    assert last[0].endswith("B63--")
+    assert last[3].endswith(".")
+
+
+def test_phases_follow_the_schedule() -> None:
+    rows = hand_played_timeline().by_rank()
+    assert _phases(rows[0]) == ["warmup", "warmup", "cooldown", "cooldown"]
+    assert _phases(rows[1]) == ["warmup", "steady backward", "steady forward", "cooldown"]
+
+
+def test_an_empty_timeline_is_said() -> None:
+    empty = Timeline(name="measured", plan=hand_played_timeline().plan, slices=())
+    assert "No action was recorded" in rendered(TextTimeline(empty), 60)
+
+
+def test_timeline_fits_a_narrow_terminal_without_colour() -> None:
+    timeline = simulated_timeline("interleaved", ranks=8, chunks=4, microbatches=16)
+    assert max(map(len, rendered(TextTimeline(timeline), 60).splitlines())) <= 60
+
+
+def test_stages_name_their_rank_layers_and_ends() -> None:
+    plan = make_plan(
+        schedule="zb-v", num_ranks=4, num_chunks=2, microbatch_size=1, num_microbatches=8,
+        layers_per_stage=(1, 2, 2, 2, 2, 2, 2, 1),
+    )  # fmt: skip
+    sheet = stage_sheet(
+        plan, forward_s=[0.001] * 8, backward_s=[0.002] * 8, peak_memory_bytes=(4, 3, 2, 1)
+    )
+    assert [row[:4] for row in sheet.rows] == [
+        (0, 0, 0, "embedding + 1"), (1, 1, 0, "2"), (2, 2, 0, "2"), (3, 3, 0, "2"),
+        (4, 3, 1, "2"), (5, 2, 1, "2"), (6, 1, 1, "2"), (7, 0, 1, "1 + head"),
+    ]  # fmt: skip
+    assert [row[-1] for row in sheet.rows] == [4, 3, 2, 1, 1, 2, 3, 4]
+
+
+def events_of(timelines: Sequence[Timeline], phase: str) -> list[dict[str, Any]]:
+    events = json.loads(trace_json(timelines))["traceEvents"]
+    return [event for event in events if event["ph"] == phase]
+
+
+def check_trace(trace: bytes) -> None:
+    """Only events of Chrome's format, no slice overlaps another, every arrow has two ends."""
+    events = json.loads(trace)["traceEvents"]
+    assert {event["ph"] for event in events} <= {"M", "X", "s", "f"}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    ends: dict[str, dict[str, dict[str, Any]]] = {}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            rows.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
+        elif event["ph"] in "sf":
+            assert event["ph"] not in ends.setdefault(event["id"], {})
+            ends[event["id"]][event["ph"]] = event
+    assert rows.keys() <= named
+    for slices in rows.values():
+        slices.sort()
+        for (_, end), (start, _) in pairwise(slices):
+            assert start >= end - 1e-6
+    for pair in ends.values():
+        assert pair.keys() == {"s", "f"}
+        assert pair["f"]["ts"] >= pair["s"]["ts"]
+        assert pair["f"]["bp"] == "e"
+        for event in pair.values():
+            row = rows[event["pid"], event["tid"]]
+            assert any(start <= event["ts"] <= end for start, end in row)
+
+
+def test_trace_of_a_large_step_is_valid_and_complete() -> None:
+    ranks, chunks, microbatches = 8, 4, 64
+    timeline = simulated_timeline(
+        "interleaved", ranks=ranks, chunks=chunks, microbatches=microbatches, transfer_s=1e-5
+    )
+    trace = trace_json([timeline])
+    check_trace(trace)
+    slices = events_of([timeline], "X")
+    assert len(slices) == 2 * ranks * chunks * microbatches == 4096
+    durations = {(event["cat"], event["dur"]) for event in slices}
+    assert durations == {("forward", 250.0), ("backward", 500.0)}
+    # Every boundary between stages is crossed by an activation and a gradient of each micro-batch.
+    arrows = events_of([timeline], "s")
+    assert len(arrows) == 2 * (ranks * chunks - 1) * microbatches
+    starts = {(event["tid"], event["ts"]) for event in slices}
+    assert all((event["tid"], event["ts"]) in starts for event in events_of([timeline], "f"))
+
+
+def test_trace_puts_the_measured_step_beside_the_predicted_one() -> None:
+    predicted = hand_played_timeline()
+    actions = [
+        RecordedAction(
+            rank=item.rank, stage=item.stage, work=item.work, microbatch=item.microbatch,
+            start_s=item.start_s * 1.1, end_s=item.end_s * 1.1,
+        )
+        for item in predicted.slices
+    ]  # fmt: skip
+    measured = recorded_timeline(predicted.plan, actions)
+    both = [predicted, measured]
+    check_trace(trace_json(both))
+    names = [e["args"]["name"] for e in events_of(both, "M") if e["name"] == "process_name"]
+    assert [name.split(":")[0] for name in names] == ["predicted", "measured"]
+    assert sum(e["dur"] for e in events_of(both, "X") if e["pid"] == 2) == pytest.approx(
+        1.1 * sum(e["dur"] for e in events_of(both, "X") if e["pid"] == 1)
+    )
+
+
+def test_a_turn_inside_a_rank_is_no_message() -> None:
+    timeline = simulated_timeline("1f1b", ranks=1, chunks=1, microbatches=4)
+    assert flows(timeline) == []
+
+
+def test_report_needs_nothing_from_outside() -> None:
+    page = sample_report()
+    assert page.count("Plotly.newPlot") >= 7
+    assert page.count("plotly.js v") == 1
+    references = re.findall(
+        r"<[^>]*\s(?:src|href)\s*=\s*[\"']?(?!data:)[^\"'>]+", strip_scripts(page)
+    )
+    assert references == []
+    assert "default-src 'none'" in page
+
+
+def test_report_says_the_answer_first() -> None:
+    text = re.sub(r"<[^>]+>", " ", strip_scripts(sample_report()))
+    answer = "Use interleaved with V = 2 stages per rank, micro-batches of b = 1 and M = 8"
+    assert answer in text
+    assert "1.10 times as fast as the baseline 1f1b P4 V1 b2 M4 (110 ms)" in text
+    assert "Measured: 104 ms +- 1.2%; the prediction is off by -3.8%. It won." in text
+    for term in ("V, chunks per rank", "b, micro-batch size", "M, micro-batches"):
+        assert term in text
+
+
+def test_report_without_validation_says_so() -> None:
+    plans = sample_plans()
+    page = report(plans, synthetic_profile(num_layers=16))
+    assert "Not validated yet" in page
+    empty = msgspec.structs.replace(plans, candidates=(), baseline=None)
+    assert "No plan is both legal and fits" in report(empty, synthetic_profile(num_layers=16))
+
+
+def test_report_escapes_names() -> None:
+    plans = sample_plans()
+    hostile = msgspec.structs.replace(plans.model, name="</script><script>alert(1)</script>")
+    page = report(msgspec.structs.replace(plans, model=hostile), synthetic_profile(num_layers=16))
+    assert "<script>alert" not in page
+
+
+def strip_scripts(page: str) -> str:
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)

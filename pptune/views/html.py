@@ -5,7 +5,7 @@ from html import escape
 
 import plotly.io
 
-from pptune.explanation import Explanation
+from pptune.explanation import Alternative
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
 from pptune.profiles import Profile
@@ -25,18 +25,18 @@ def report(
     plans: PlansFile,
     profile: Profile,
     *,
-    explanation: Explanation | None = None,
+    alternatives: Sequence[Alternative] = (),
     validation: ValidationFile | None = None,
     timelines: Sequence[Timeline] = (),
 ) -> str:
-    """The whole page. `timelines` are drawn under each other on one scale; figures without data
-    are left out."""
+    """The whole page. `alternatives` (of an Explanation) make the heat map, `timelines` are drawn
+    under each other on one scale; figures without data are left out."""
     title = f"{plans.model.name}: pipeline plan for {plans.global_batch_size} sequences per step"
     answer = "".join(f"<p>{escape(line)}</p>" for line in _answer(plans, validation))
     sections = [_section("Ranking", _table(ranking(plans)))]
     if validation is not None:
         sections.append(_section("Validation", _table(runs_sheet(validation))))
-    sections += _figures(plans, profile, explanation, validation, timelines)
+    sections += _figures(plans, profile, alternatives, validation, timelines)
     sections.append(_section("Assumptions", _list(_assumptions(plans, profile))))
     sections.append(_section("Glossary", _glossary()))
     return (
@@ -104,13 +104,12 @@ def _measured(plan: Plan, validation: ValidationFile | None) -> str:
 def _figures(
     plans: PlansFile,
     profile: Profile,
-    explanation: Explanation | None,
+    alternatives: Sequence[Alternative],
     validation: ValidationFile | None,
     timelines: Sequence[Timeline],
 ) -> list[str]:
     """A section per figure that has something to draw; the first carries the library."""
     end_s = max((timeline.end_s for timeline in timelines), default=0.0)
-    alternatives = () if explanation is None else explanation.alternatives
     drawn: list[tuple[str, str, figures.Figure | None]] = [
         ("step-time", "Step time over V and b", figures.step_time_map(alternatives)),
         ("parts", "Where the step goes", figures.where_the_step_goes(plans)),
