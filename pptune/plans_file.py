@@ -13,6 +13,7 @@ from pptune.estimate import Candidate, PredictedPlan
 from pptune.files import Document, load, save
 from pptune.model import ModelSpec
 from pptune.plan import check_plan
+from pptune.profiles import Link
 
 
 class ProfileReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,11 @@ class PlansFile(Document, frozen=True, kw_only=True):
     """True when every legal plan was evaluated or excluded by a proven bound."""
     objective: str = "time"
     memory_limit_bytes: int | None = None
+    ranks_per_node: int | None = None
+    """Where the search was told; null: as the profile says."""
+    zero_stage: int = 0
+    links: tuple[Link, ...] = ()
+    """Given on the command line in place of measured ones."""
     baseline: PredictedPlan | None
     """The best 1F1B plan over all b, or the one the user gave."""
     baseline_same_size: PredictedPlan | None = None
