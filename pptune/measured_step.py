@@ -43,8 +43,8 @@ class Visit:
 
     samples_s: tuple[float, ...]
     """Each step's time: the slowest rank's."""
-    step: MeasuredStep | None = None
-    """The last step, with records where they were asked for."""
+    steps: tuple[MeasuredStep, ...] = ()
+    """The steps, with records where they were asked for."""
     peak_memory_bytes: tuple[int, ...] | None = None
 
 

@@ -1,200 +1,223 @@
-"""Run plans for real, interleaved in time, and say how the predictions held.
+"""From a plans file to a validation file: which plans run, in which rounds, against what."""
 
-Every round visits every plan once, in an order that turns from round to round, so that drift of
-the machine hits all plans alike. After the asked rounds, plans that can't be told apart from the
-best one get more, until they can or the budget ends.
-"""
-
-import math
+import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
-from pptune.errors import RankFailure
-from pptune.estimate import Breakdown, Estimate
-from pptune.measured_step import MeasuredStep, Visit, breakdown, timeline
-from pptune.measurement import Measurement
+import msgspec
+
+from pptune.baseline import is_named
+from pptune.calibration import (
+    CalibrationRun,
+    apply_calibration,
+    calibration_plans,
+    run_calibration,
+)
+from pptune.cost_model import CostModel, Setting
+from pptune.errors import NoAnswer, UsageError
+from pptune.estimate import Infeasible, PredictedPlan
 from pptune.plan import Plan
-from pptune.validation_file import Run
+from pptune.plan_runs import Ranks, RunPlan, replayed_times, runner
+from pptune.plans_file import PlansFile
+from pptune.profiles import Profile
+from pptune.rounds import Entry, Rounds, run_rounds
+from pptune.simple_models import simple_models
+from pptune.targets import parse_target
+from pptune.validation_file import Run, ValidationFile
+from pptune.verdict import summarise
 
-_EXTRA_ROUNDS = 2
-"""At most this many times the asked rounds again for plans that can't be told apart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A plan to run and what was predicted for it."""
-
-    plan: Plan
-    predicted: Estimate
-    is_baseline: bool = False
-
-
-RunPlan = Callable[..., Visit]
-"""`run(plan, steps=..., memory=...)`; raises RankFailure."""
+_CALIBRATION_BUDGET_S = 30.0
+"""For the runs that measure a replay's overheads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
-    """How often plans are visited."""
+class Request:
+    """What is to be proven, and how."""
 
-    repeats: int = 5
-    steps_per_visit: int = 2
-    budget_s: float | None = None
-    """No new visit starts after this; None means no limit."""
-    record_timeline: bool = False
-    separate: bool = True
-    """Whether plans that can't be told apart from the best get more rounds."""
+    mode: Literal["real", "replay"] = "real"
+    top: int = 3
+    exhaustive: bool = False
+    rounds: Rounds = field(default_factory=Rounds)
+    timeout_s: float = 120.0
+    """Per visit of a plan."""
+    baseline: str | None = None
+    """A specification such as `schedule=1f1b microbatch_size=1`; None takes the file's."""
+    device: str = "auto"
 
 
-@dataclass(slots=True)
-class _State:
-    """A plan's measurements so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Who is told what happens."""
 
-    entry: Entry
-    samples: list[float] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
-    breakdowns: list[Breakdown] = field(default_factory=list)
-    peak_memory_bytes: tuple[int, ...] | None = None
-    last_step: MeasuredStep | None = None
-    status: str = "ok"
-    reason: str | None = None
+    on_visit: Callable[[int, int, str], None] = lambda done, total, doing: None
+    on_saved: Callable[[ValidationFile], None] = lambda validation: None
 
-    def next_round(self) -> int:
-        return self.rounds[-1] + 1 if self.rounds else 0
 
-    def run(self, *, with_timeline: bool) -> Run:
-        measurement = Measurement(samples_s=tuple(self.samples)) if self.samples else None
-        predicted = self.entry.predicted.step_time_s
-        measured = None if measurement is None else measurement.median_s
-        return Run(
-            plan=self.entry.plan,
-            predicted_s=predicted,
-            measured_s=measured,
-            samples_s=tuple(self.samples),
-            rounds=tuple(self.rounds),
-            noise_ratio=None
-            if measurement is None or math.isinf(measurement.noise_ratio)
-            else measurement.noise_ratio,
-            measured_breakdown_s=_median_breakdown(self.breakdowns, measured),
-            predicted_breakdown_s=self.entry.predicted.breakdown_s,
-            error_ratio=None if measured is None else predicted / measured - 1,
-            peak_memory_bytes=self.peak_memory_bytes,
-            predicted_peak_memory_bytes=self.entry.predicted.peak_memory_bytes,
-            status=self.status,  # type: ignore[arg-type]
-            reason=self.reason,
-            is_baseline=self.entry.is_baseline,
-            timeline=timeline(self.last_step)
-            if with_timeline and self.last_step is not None
-            else None,
+def validate(
+    plans: PlansFile,
+    request: Request,
+    *,
+    digest: str,
+    profile: Profile | None,
+    previous: ValidationFile | None = None,
+    watch: Watch,
+) -> ValidationFile:
+    """Run the plans and judge them. `digest` is that of the plans file's bytes.
+
+    Replay needs the profile: it waits its times, measures what the runtime adds at that number of
+    ranks, and predicts again. Raises NoAnswer when every run failed, UsageError where `previous`
+    belongs to other plans.
+    """
+    resumed = resumed_runs(previous, request, digest)
+    entries = entries_of(plans, request)
+    with Ranks(request.device, timeout_s=request.timeout_s) as ranks:
+        if request.mode == "replay":
+            if profile is None:
+                raise UsageError(
+                    "--replay waits the profile's times, but the profile is gone or has changed; "
+                    "give it with --profile"
+                )
+            run = runner(
+                ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s,
+                stage_times=replayed_times(profile),
+            )  # fmt: skip
+            profile, entries = rehearsed(profile, entries, run, watch)
+        else:
+            run = runner(ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s)
+        blank = ValidationFile(
+            mode=request.mode,
+            machine=None if profile is None else profile.machine,
+            plans_digest=digest,
+            settings={"global_batch_size": str(plans.global_batch_size)},
+            runs=(),
+            summary=None,
         )
+        started = time.monotonic()
+        runs = run_rounds(
+            entries,
+            run,
+            rounds=request.rounds,
+            resumed=resumed,
+            on_visit=lambda done, total, plan: watch.on_visit(done, total, plan.label),
+            on_saved=lambda done: watch.on_saved(msgspec.structs.replace(blank, runs=tuple(done))),
+        )
+    finished = msgspec.structs.replace(
+        blank,
+        runs=tuple(runs),
+        summary=summarise(
+            runs,
+            exhaustive=request.exhaustive,
+            calibrated=frozenset(() if profile is None else profile.calibration_plans),
+            models={} if profile is None else simple_models(profile),
+            device_time_s=time.monotonic() - started,
+        ),
+    )
+    watch.on_saved(finished)
+    if all(each.status != "ok" for each in runs):
+        reasons = "\n".join(f"  {each.plan.label}: {each.reason}" for each in runs)
+        raise NoAnswer(f"every run failed:\n{reasons}")
+    return finished
 
 
-def run_rounds(
-    entries: list[Entry],
+def entries_of(plans: PlansFile, request: Request) -> list[Entry]:
+    """The plans to run: the best ones and the baselines, or every candidate. Raises UsageError."""
+    chosen = [
+        Entry(plan=row.plan, predicted=row.estimate)
+        for row in plans.candidates
+        if request.exhaustive or row.rank <= request.top
+    ]
+    missing = plans.space.num_legal - plans.space.num_infeasible - len(plans.candidates)
+    if request.exhaustive and missing > 0:
+        raise UsageError(
+            f"the plans file lists {len(plans.candidates)} of {plans.space.num_legal} legal plans; "
+            "search again with a smaller space, so that it lists all of them"
+        )
+    for position, reference in enumerate(_references(plans, request)):
+        same = next((entry for entry in chosen if entry.plan == reference.plan), None)
+        entry = Entry(plan=reference.plan, predicted=reference.estimate, is_baseline=position == 0)
+        if same is None:
+            chosen.append(entry)
+        elif position == 0:
+            chosen[chosen.index(same)] = entry
+    return chosen
+
+
+def _references(plans: PlansFile, request: Request) -> list[PredictedPlan]:
+    """The baseline, then what else to compare with."""
+    if request.baseline is None:
+        known = [plans.baseline, None if request.exhaustive else plans.baseline_same_size]
+        return [each for each in known if each is not None]
+    for row in plans.candidates:
+        if is_named(request.baseline, row.plan):
+            return [PredictedPlan(plan=row.plan, estimate=row.estimate)]
+    raise UsageError(
+        f"no plan in the file is {request.baseline!r}; search again with "
+        f'--baseline "{request.baseline}"'
+    )
+
+
+def resumed_runs(previous: ValidationFile | None, request: Request, digest: str) -> tuple[Run, ...]:
+    """The runs of an earlier validation of the same plans. Raises UsageError for another's."""
+    if previous is None:
+        return ()
+    if previous.plans_digest != digest or previous.mode != request.mode:
+        raise UsageError(
+            "--resume: the validation file belongs to other plans or another mode; give the same "
+            "plans file, or another --output"
+        )
+    return previous.runs
+
+
+def rehearsed(
+    profile: Profile, entries: Sequence[Entry], run: RunPlan, watch: Watch
+) -> tuple[Profile, list[Entry]]:
+    """The profile with the overheads of replayed plans, and the entries predicted with it."""
+    profile, _ = calibrate_for(
+        profile, [entry.plan for entry in entries], run, on_visit=watch.on_visit
+    )
+    model = CostModel(profile, Setting(target=parse_target("torch")))
+    renewed = []
+    for entry in entries:
+        estimate = model.estimate(entry.plan)
+        if isinstance(estimate, Infeasible):
+            raise UsageError(f"{entry.plan.label}: {estimate.reason}")
+        renewed.append(replace(entry, predicted=estimate))
+    return profile, renewed
+
+
+def calibrate_for(
+    profile: Profile,
+    plans: Iterable[Plan],
     run: RunPlan,
     *,
-    rounds: Rounds,
-    resumed: tuple[Run, ...] = (),
-    on_visit: Callable[[int, int, Plan], None] = lambda done, total, plan: None,
-    on_saved: Callable[[list[Run]], None] = lambda runs: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[Run]:
-    """Visit every entry `rounds.repeats` times and more where it takes more to tell plans apart.
-
-    `on_saved` is called after every visit with all runs so far, so that an interruption loses
-    nothing. A plan that fails is marked and not visited again; the others go on.
-    """
-    states = [_resume(entry, resumed) for entry in entries]
-    deadline = None if rounds.budget_s is None else clock() + rounds.budget_s
-
-    def results() -> list[Run]:
-        return [state.run(with_timeline=rounds.record_timeline) for state in states]
-
-    def out_of_time() -> bool:
-        return deadline is not None and clock() > deadline
-
-    number = min((state.next_round() for state in states if state.status == "ok"), default=0)
-    total = rounds.repeats * len(states)
-    last = rounds.repeats * (1 + _EXTRA_ROUNDS if rounds.separate else 1)
-    while number < last and not out_of_time():
-        alive = [state for state in states if state.status == "ok"]
-        if number >= rounds.repeats:
-            alive = _undecided(alive)
-        if not alive:
-            break
-        for state in _turned(alive, number):
-            if state.next_round() > number or out_of_time():
-                continue
-            on_visit(sum(len(set(each.rounds)) for each in states), total, state.entry.plan)
-            _visit(state, run, number, rounds)
-            on_saved(results())
-        number += 1
-    return results()
-
-
-def _resume(entry: Entry, resumed: tuple[Run, ...]) -> _State:
-    state = _State(entry)
-    for old in resumed:
-        if old.plan == entry.plan:
-            state.samples, state.rounds = list(old.samples_s), list(old.rounds)
-            state.peak_memory_bytes = old.peak_memory_bytes
-            state.status, state.reason = old.status, old.reason
-            if old.measured_breakdown_s is not None:
-                state.breakdowns = [old.measured_breakdown_s]
-    return state
-
-
-def _visit(state: _State, run: RunPlan, number: int, rounds: Rounds) -> None:
-    try:
-        visit = run(
-            state.entry.plan,
-            steps=rounds.steps_per_visit,
-            memory=state.peak_memory_bytes is None,
+    on_visit: Callable[[int, int, str], None],
+) -> tuple[Profile, list[CalibrationRun]]:
+    """The profile with overheads measured by short runs of the schedules that `plans` use."""
+    wanted = list(plans)
+    calibrating = [
+        plan
+        for num_ranks in sorted({plan.num_ranks for plan in wanted if plan.num_ranks > 1})
+        for plan in calibration_plans(
+            profile,
+            num_ranks,
+            schedules=sorted({p.schedule for p in wanted if p.num_ranks == num_ranks}),
+            avoid=wanted,
         )
-    except RankFailure as failure:
-        state.status, state.reason = failure.reason, str(failure)
-        return
-    state.samples += visit.samples_s
-    state.rounds += [number] * len(visit.samples_s)
-    if visit.peak_memory_bytes is not None:
-        state.peak_memory_bytes = visit.peak_memory_bytes
-    if visit.step is not None:
-        state.last_step = visit.step
-        split = breakdown(visit.step, state.entry.plan)
-        if split is not None:
-            state.breakdowns.append(split)
-
-
-def _turned(states: list[_State], number: int) -> list[_State]:
-    """Forwards and backwards in turn, each time from another plan on."""
-    shift = number // 2 % len(states)
-    turned = states[shift:] + states[:shift]
-    return turned if number % 2 == 0 else turned[::-1]
-
-
-def _undecided(states: list[_State]) -> list[_State]:
-    """The best plan and those whose confidence interval touches its; empty when it stands alone."""
-    sampled = [
-        (state, Measurement(samples_s=tuple(state.samples))) for state in states if state.samples
     ]
-    if not sampled:
-        return []
-    best = min((measurement for _, measurement in sampled), key=lambda each: each.median_s)
-    touching = [state for state, measurement in sampled if _touches(measurement, best)]
-    return touching if len(touching) > 1 else []
+    runs = run_calibration(
+        calibrating,
+        run,
+        budget_s=_CALIBRATION_BUDGET_S,
+        on_visit=lambda share, plan: on_visit(
+            round(100 * share), 100, f"calibrating {plan.label}"
+        ),
+    )
+    return apply_calibration(profile, runs), runs
 
 
-def _touches(a: Measurement, b: Measurement) -> bool:
-    return abs(a.median_s - b.median_s) <= a.half_width_s + b.half_width_s
-
-
-def _median_breakdown(splits: list[Breakdown], measured_s: float | None) -> Breakdown | None:
-    """The medians of the parts over visits, scaled to sum to the measured step time."""
-    if not splits or measured_s is None:
-        return None
-    names = ("compute", "bubble", "exposed_transfer", "overhead", "step_constant")
-    medians = [median([getattr(split, name) for split in splits]) for name in names]
-    scale = measured_s / sum(medians)
-    return Breakdown(**{name: value * scale for name, value in zip(names, medians, strict=True)})
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -2,12 +2,15 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pptune.errors import UsageError
-from pptune.units import parse_positive_ints, parse_seconds
+from pptune.units import parse_bytes_per_s, parse_positive_ints, parse_seconds
+
+if TYPE_CHECKING:
+    from pptune.profiles import Link
 
 
 class Form(StrEnum):
@@ -46,8 +49,47 @@ def ints_or_none(text: str | None, what: str) -> tuple[int, ...] | None:
     return None if text is None else parse_positive_ints(text, what=what)
 
 
+def ints(text: str, what: str) -> tuple[int, ...]:
+    """Whole numbers in the order given. Raises UsageError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{what} {text!r} is not a list of whole numbers; write 3,5,5,3") from None
+
+
 def existing(path: Path, what: str) -> Path:
     """`path`, which must be a readable file. Raises UsageError with what to do."""
     if not path.is_file():
         raise UsageError(f"{what} {path} does not exist; give the path of a {what}")
     return path
+
+
+def parse_link(text: str) -> "Link":
+    """`intra:20us,12GB/s` or `inter:...` -> a given link. Raises UsageError."""
+    from pptune.profiles import Link
+
+    scope, _, numbers = text.partition(":")
+    latency, comma, bandwidth = numbers.partition(",")
+    if scope not in ("intra", "inter") or not comma:
+        raise UsageError(f"--link {text!r} is not a link; write it like inter:20us,12GB/s")
+    return Link(
+        scope=scope,  # type: ignore[arg-type]
+        source_rank=None,
+        target_rank=None,
+        latency_s=parse_seconds(latency, what="--link latency"),
+        bytes_per_s=parse_bytes_per_s(bandwidth, what="--link bandwidth"),
+        source="given",
+    )
+
+
+def words(text: str | None, allowed: tuple[str, ...], what: str) -> tuple[str, ...] | None:
+    """Names out of `allowed` from `a,b`, or None where not given. Raises UsageError."""
+    if text is None:
+        return None
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in allowed:
+            raise UsageError(f"{what} {name!r} is unknown; use some of {', '.join(allowed)}")
+    if not names:
+        raise UsageError(f"{what} is empty; use some of {', '.join(allowed)}")
+    return names

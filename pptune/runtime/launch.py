@@ -7,6 +7,7 @@ fresh ones with a fresh rendezvous. So one bad plan never ends the job.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -35,6 +36,10 @@ _FOLLOWER_PATIENCE_S = 24 * 3600.0
 
 Event = dict[str, Any]
 
+_sessions = itertools.count()
+"""Groups that this process has led or followed, one after the other: under a launcher all agents
+count alike, and each session has its own keys in the shared store."""
+
 
 @dataclass(slots=True)
 class _Child:
@@ -57,6 +62,7 @@ class _Agent:
     world: World
     port: int
     timeout_s: float
+    session: int
     children: dict[int, _Child] = field(default_factory=dict)
 
     def start(self, epoch: int) -> None:
@@ -95,7 +101,8 @@ class _Agent:
                 "rank": rank, "num_ranks": world.num_ranks, "device": world.device,
                 "local_rank": local_rank, "threads": max(1, cores // ranks_here),
                 "address": world.address, "port": self.port,
-                "prefix": f"{world.run_id}/epoch{epoch}", "timeout_s": self.timeout_s,
+                "prefix": f"{world.run_id}/session{self.session}/epoch{epoch}",
+                "timeout_s": self.timeout_s,
                 "node": _node_name(world),
             }
         )  # fmt: skip
@@ -192,8 +199,8 @@ class RankGroup:
         self.world = world
         self.timeout_s = timeout_s
         self.on_event = on_event or (lambda event: None)
-        self._store, self._port = _open_store(world, timeout_s)
-        self._agent = _Agent(world, self._port, timeout_s)
+        self._store, port, session = _open_store(world, timeout_s)
+        self._agent = _Agent(world, port, timeout_s, session)
         self._number = 0
         self._epoch = 0
 
@@ -310,8 +317,8 @@ def follow(world: World, *, timeout_s: float) -> None:
 
     Raises RuntimeFailure when the leader can't be reached or is gone.
     """
-    store, port = _open_store(world, timeout_s)
-    agent = _Agent(world, port, timeout_s)
+    store, port, session = _open_store(world, timeout_s)
+    agent = _Agent(world, port, timeout_s, session)
     epoch, number = -1, 0
     try:
         while True:
@@ -365,10 +372,11 @@ def _answer(store: Store, agent: _Agent, command: dict[str, Any]) -> None:
 
 
 def _key(*parts: object) -> str:
-    return "/".join(["pptune", *map(str, parts)])
+    return "/".join(map(str, parts))
 
 
-def _open_store(world: World, timeout_s: float) -> tuple[Store, int]:
+def _open_store(world: World, timeout_s: float) -> tuple[Store, int, int]:
+    """The control store, its port, and this session's number in the launch."""
     host = world.is_leader and not world.store_exists
     try:
         store = TCPStore(
@@ -381,7 +389,8 @@ def _open_store(world: World, timeout_s: float) -> tuple[Store, int]:
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to rank 0's host and "
             "a free port"
         ) from None
-    return PrefixStore(world.run_id, store), store.port
+    session = next(_sessions)
+    return PrefixStore(f"{world.run_id}/session{session}", store), store.port, session
 
 
 def _ranks_on_this_host(world: World) -> int:

@@ -70,7 +70,7 @@ class PlanVisitor:
         peaks = [answer["peak_memory_bytes"] for answer in replicas[0]]
         return Visit(
             samples_s=tuple(step.step_s for step in joined),
-            step=joined[-1] if self.record and joined else None,
+            steps=tuple(joined) if self.record else (),
             peak_memory_bytes=None if None in peaks else tuple(peaks),
         )
 

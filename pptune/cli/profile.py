@@ -1,0 +1,168 @@
+"""pptune profile: measure the machine; and pptune doctor: what the machine has."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pptune.cli import app
+from pptune.cli.options import (
+    Form,
+    FormOption,
+    OutputOption,
+    QuietOption,
+    ints_or_none,
+)
+from pptune.errors import UsageError
+from pptune.units import parse_ratio, parse_seconds
+
+if TYPE_CHECKING:
+    from pptune.model import ModelSpec
+    from pptune.profiles import Profile
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_BUDGET = "75s"
+DEFAULT_TIMEOUT = "2m"
+
+
+@app.command(epilog="Example: pptune profile gpt-small-cpu --micro-batch-sizes 1,2,4,8")
+def profile(
+    model: Annotated[
+        str | None, typer.Argument(help="Preset, config.json, or package.module:function.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Default: all GPUs, else 2 processes.")] = None,
+    micro_batch_sizes: Annotated[str | None, typer.Option(help="Default on CPU: 1,2,4,8.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float32, bfloat16 on GPUs.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    recompute: Annotated[str, typer.Option(help="none or full.")] = "none",
+    budget: Annotated[str, typer.Option(help="Time to measure for.")] = DEFAULT_BUDGET,
+    max_noise: Annotated[str, typer.Option(help="Settled below this.")] = "2%",
+    timeout: Annotated[str, typer.Option(help="Longest time without an answer.")] = DEFAULT_TIMEOUT,
+    no_cache: Annotated[bool, typer.Option(help="Measure everything anew.")] = False,
+    import_file: Annotated[
+        Path | None, typer.Option("--import", help="CSV with a trainer's own layer times.")
+    ] = None,
+    list_models: Annotated[bool, typer.Option(help="Show the presets.")] = False,
+    print_launch: Annotated[
+        str | None, typer.Option(help="Show how to start on many nodes: slurm or torchrun.")
+    ] = None,
+    output: OutputOption = None,
+    form: FormOption = Form.table,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure layer times, links, overheads and memory; write a profile."""
+    from pptune.cli.output import say, show, show_json
+    from pptune.presets import DEFAULT_MODEL, resolve_model
+    from pptune.views.profile import profile_sheets
+
+    if list_models:
+        from pptune.views.models import models_sheet
+
+        show(models_sheet())
+        return
+    if print_launch is not None:
+        from pptune.cli.launch_lines import launch_lines
+
+        typer.echo(launch_lines(print_launch, model or DEFAULT_MODEL))
+        return
+    if seq_len is not None and seq_len < 1:
+        raise UsageError(f"--seq-len is {seq_len}; it must be 1 or more")
+    spec = resolve_model(model or DEFAULT_MODEL, seq_len=seq_len)
+    if import_file is not None:
+        from pptune.importing import import_profile
+        from pptune.profiles import save_profile
+
+        imported = import_profile(import_file, spec, dtype=dtype or "bfloat16", ranks=ranks)
+        path = output or default_path(spec, "imported")
+        save_profile(imported, path)
+        show(*profile_sheets(imported))
+        say(f"wrote {path}", quiet=quiet)
+        return
+    finished = run_profile(
+        spec, ranks=ranks, sizes=micro_batch_sizes, dtype=dtype, device=device,
+        recompute=recompute, budget=budget, max_noise=max_noise, timeout=timeout,
+        use_cache=not no_cache, output=output, quiet=quiet,
+    )  # fmt: skip
+    if finished is None:
+        return
+    result, path = finished
+    if form is Form.json:
+        show_json(result)
+    else:
+        show(*profile_sheets(result))
+    say(f"wrote {path}", quiet=quiet)
+
+
+def default_path(spec: "ModelSpec", device: str) -> Path:
+    """profiles/<model>-<device>.json, with characters that a path can't carry replaced."""
+    name = "".join(char if char.isalnum() or char in "-_." else "-" for char in spec.name)
+    return Path("profiles") / f"{name}-{device}.json"
+
+
+def run_profile(
+    spec: "ModelSpec",
+    *,
+    ranks: int | None,
+    sizes: str | None,
+    dtype: str | None,
+    device: str,
+    recompute: str,
+    budget: str,
+    max_noise: str,
+    timeout: str,
+    use_cache: bool,
+    output: Path | None,
+    quiet: bool,
+) -> "tuple[Profile, Path] | None":
+    """Measure and write a profile; None on agents other than the leader."""
+    from pptune.cli.output import Progress, say, warnings_as_lines
+    from pptune.errors import FileError
+    from pptune.profiles import load_profile, save_profile
+    from pptune.profiling import Profiler, Request, Watch
+    from pptune.runtime.launch import RankGroup, follow
+    from pptune.runtime.world import detect_world
+
+    if recompute not in ("none", "full"):
+        raise UsageError(f"--recompute {recompute!r} is unknown; use none or full")
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--ranks is {ranks}; it must be 1 or more")
+    timeout_s = parse_seconds(timeout, what="--timeout")
+    world = detect_world(ranks, device)
+    kind = dtype or ("bfloat16" if world.device == "cuda" else "float32")
+    if kind not in DTYPES:
+        raise UsageError(f"--dtype {kind!r} is unknown; use {', '.join(DTYPES)}")
+    if not world.is_leader:
+        follow(world, timeout_s=timeout_s)
+        return None
+    path = output or default_path(spec, world.device)
+    previous = None
+    if use_cache and path.exists():
+        try:
+            with warnings_as_lines(quiet=quiet):
+                previous = load_profile(path)
+        except FileError as error:
+            say(f"the earlier {path} is not used: {error}", quiet=quiet)
+    request = Request(
+        model=spec, dtype=kind, sizes=ints_or_none(sizes, "--micro-batch-sizes"),
+        recompute=recompute,  # type: ignore[arg-type]
+        budget_s=parse_seconds(budget, what="--budget"),
+        max_noise=parse_ratio(max_noise, what="--max-noise"), timeout_s=timeout_s,
+    )  # fmt: skip
+    if request.budget_s <= 0:
+        raise UsageError("--budget must be above zero, e.g. 75s")
+    say(
+        f"measuring {spec.name} ({kind}, {spec.seq_len} tokens) on {world.num_ranks} "
+        f"{world.device} ranks", quiet=quiet,
+    )  # fmt: skip
+    with (
+        Progress("profile", quiet=quiet) as progress,
+        RankGroup(world, timeout_s=timeout_s) as group,
+    ):
+        watch = Watch(
+            on_phase=lambda share, doing: progress.update(share, 1.0, doing),
+            on_saved=lambda profile: save_profile(profile, path),
+            on_note=lambda text: say(text, quiet=quiet),
+        )
+        result = Profiler(group, request, watch).profile(previous)
+    return result, path

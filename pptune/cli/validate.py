@@ -1,0 +1,141 @@
+"""pptune validate: the best plans, run for real."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pptune.cli import app
+from pptune.cli.options import (
+    OutputOption,
+    QuietOption,
+    TableForm,
+    TableFormOption,
+    existing,
+)
+from pptune.errors import NoAnswer, UsageError
+from pptune.units import format_ratio, parse_ratio, parse_seconds
+
+if TYPE_CHECKING:
+    from pptune.profiles import Profile
+    from pptune.validate import Request
+    from pptune.validation_file import ValidationFile
+
+DEFAULT_OUTPUT = Path("validation.json")
+DEFAULT_TIMEOUT = "2m"
+DEFAULT_REPEATS = 5
+
+
+@app.command(epilog="Example: pptune validate plans.json --top 3")
+def validate(
+    plans: Annotated[Path, typer.Argument(help="Plans that `pptune search` wrote.")],
+    top: Annotated[int, typer.Option(help="How many of the best plans to run.")] = 3,
+    baseline: Annotated[
+        str | None, typer.Option(help="Default: the file's. Like schedule=1f1b microbatch_size=1.")
+    ] = None,
+    exhaustive: Annotated[bool, typer.Option(help="Run every plan in the file.")] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds over all plans.")] = DEFAULT_REPEATS,
+    timeout: Annotated[str, typer.Option(help="Longest time of one visit.")] = DEFAULT_TIMEOUT,
+    tolerance: Annotated[
+        str | None, typer.Option(help="Exit 1 where an error is larger: 5%.")
+    ] = None,
+    replay: Annotated[bool, typer.Option(help="Stages wait instead of computing.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with the output file.")] = False,
+    record_timeline: Annotated[
+        bool, typer.Option(help="Keep each action's start and end.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="The profile, where it has moved.")
+    ] = None,
+    output: OutputOption = None,
+    form: TableFormOption = TableForm.table,
+    quiet: QuietOption = False,
+) -> None:
+    """Run the best plans and the baseline for real, interleaved, and compare."""
+    from pptune.plans_file import load_plans
+    from pptune.profiles import find_profile, load_profile
+    from pptune.rounds import Rounds
+    from pptune.validate import Request
+
+    if top < 1 or repeats < 1:
+        raise UsageError("--top and --repeats must be 1 or more")
+    file = load_plans(existing(plans, "plans file"))
+    known = (
+        load_profile(existing(profile, "profile"))
+        if profile is not None
+        else find_profile(file.profile.path, file.profile.digest, beside=plans)
+    )
+    request = Request(
+        mode="replay" if replay else "real", top=top, exhaustive=exhaustive, baseline=baseline,
+        rounds=Rounds(
+            repeats=repeats, separate=not exhaustive, record_timeline=record_timeline,
+        ),
+        timeout_s=parse_seconds(timeout, what="--timeout"),
+        device="cpu" if replay else file.device,
+    )  # fmt: skip
+    path = output or DEFAULT_OUTPUT
+    finished = run_validation(
+        plans, file, known, request, path=path, resume=resume, quiet=quiet,
+    )  # fmt: skip
+    if finished is None:  # another rank's agent: only the leader prints
+        return
+    print_validation(finished, form)
+    if tolerance is not None:
+        allowed = parse_ratio(tolerance, what="--tolerance")
+        worst = None if finished.summary is None else finished.summary.max_abs_error
+        if worst is None or worst > allowed:
+            raise NoAnswer(
+                f"the largest error is {'unknown' if worst is None else format_ratio(worst)}, "
+                f"above --tolerance {format_ratio(allowed)}"
+            )
+
+
+def print_validation(validation: "ValidationFile", form: TableForm) -> None:
+    """The runs, their breakdowns, and the verdict."""
+    from pptune.cli.output import show_json, show_sheets
+    from pptune.views.validation import breakdowns_sheet, models_sheet, runs_sheet
+
+    if form is TableForm.json:
+        show_json(validation)
+        return
+    sheets = [runs_sheet(validation), breakdowns_sheet(validation)]
+    models = models_sheet(validation)
+    show_sheets([*sheets, models] if models is not None else sheets, form.value)
+
+
+def run_validation(
+    plans_path: Path,
+    file: Any,
+    profile: "Profile | None",
+    request: "Request",
+    *,
+    path: Path,
+    resume: bool,
+    quiet: bool,
+) -> "ValidationFile | None":
+    """Run the plans in `file` and write `path` as results come in; None on other agents."""
+    from pptune.cli.output import Progress, say, warnings_as_lines
+    from pptune.runtime.launch import follow
+    from pptune.runtime.world import detect_world
+    from pptune.validate import Watch, digest_of
+    from pptune.validate import validate as run_plans
+    from pptune.validation_file import load_validation, save_validation
+
+    world = detect_world(None, request.device)
+    if not world.is_leader:
+        follow(world, timeout_s=request.timeout_s)
+        return None
+    previous = None
+    if resume and path.exists():
+        with warnings_as_lines(quiet=quiet):
+            previous = load_validation(path)
+    with Progress(f"validate ({request.mode})", quiet=quiet) as progress:
+        finished = run_plans(
+            file, request, digest=digest_of(plans_path), profile=profile, previous=previous,
+            watch=Watch(
+                on_visit=progress.update,
+                on_saved=lambda validation: save_validation(validation, path),
+            ),
+        )  # fmt: skip
+    say(f"wrote {path}", quiet=quiet)
+    return finished
