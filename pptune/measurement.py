@@ -52,16 +52,16 @@ class Measurement:
 
     @property
     def half_width_s(self) -> float:
-        """Half the width of the centre's 95 % confidence interval; infinite for one sample.
+        """Half the width of the centre's 95 % interval; infinite below MIN_SAMPLES samples.
 
         Tukey and McLaughlin (Sankhya A 25, 1963): the standard error of a trimmed mean is the
         winsorized deviation over (1 - 2 g / n) sqrt(n), with n - 2 g - 1 degrees of freedom.
         """
         values = np.sort(self.samples_s)
         num, cut = len(values), _num_trimmed(len(values))
-        freedom = num - 2 * cut - 1
-        if freedom < 1:
+        if num < MIN_SAMPLES:
             return math.inf
+        freedom = num - 2 * cut - 1
         values[:cut] = values[cut]
         values[num - cut :] = values[num - cut - 1]
         deviation = float(values.std(ddof=1))

@@ -4,6 +4,8 @@ Format history:
 1: first version.
 """
 
+import contextlib
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
@@ -68,7 +70,9 @@ class LayerPoint(msgspec.Struct, frozen=True, kw_only=True):
     boundary_bytes: int | None = None
     """Bytes of the layer's output, which is what a message between stages carries."""
     samples_s: dict[str, tuple[float, ...]] = {}
-    """Raw times by phase (`forward`, `backward`, ...); the numbers above are derived from them."""
+    """Times by phase (`forward`, `backward`, `backward_input`, `backward_weight`), each of one
+    layer: the numbers above are their trimmed means. `call_forward` and the like are what an empty
+    chunk's call takes, which has been taken off the others."""
     source: Source = "measured"
     status: Literal["ok", "oom", "unsettled"] = "ok"
 
@@ -158,6 +162,20 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True):
     source: Source = "measured"
 
 
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """A fixed matrix product timed all through the profile: how fast the machine was meanwhile.
+
+    Two profiles taken apart compare by layer time / reference time.
+    """
+
+    matrix_size: int
+    """Rows and columns of both square factors."""
+    dtype: str
+    seconds: float
+    samples_s: tuple[float, ...] = ()
+    """In the order they were taken, rank by rank within a round."""
+
+
 class Profile(Document, frozen=True, kw_only=True):
     """A profile file. What is unknown is null or absent, never a default."""
 
@@ -178,6 +196,7 @@ class Profile(Document, frozen=True, kw_only=True):
     """How much longer compute takes while messages move: 0.05 is 5 % longer."""
     step_constants: StepConstants | None = None
     memory: MemoryModel | None = None
+    reference: Reference | None = None
     calibration_plans: tuple[str, ...] = ()
     """Labels of the plans whose runs gave overheads; they never count as evidence of accuracy."""
     warnings: tuple[str, ...] = ()
@@ -198,6 +217,16 @@ def load_profile(path: str | Path) -> Profile:
     profile = load(path, Profile, kind="profile")
     check_profile(profile, where=str(path))
     return profile
+
+
+def find_profile(path: str, digest: str, *, beside: Path) -> Profile | None:
+    """The profile with that SHA-256 at `path` or next to `beside`; None where it is gone or has
+    changed."""
+    for place in (Path(path), beside.parent / Path(path).name):
+        with contextlib.suppress(OSError, FileError):
+            if hashlib.sha256(place.read_bytes()).hexdigest() == digest:
+                return load_profile(place)
+    return None
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

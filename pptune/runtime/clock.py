@@ -40,10 +40,7 @@ class Clock:
             work()
             marks.append(self.mark())
         self.finish()
-        return tuple(
-            self.seconds_between(start, end)
-            for start, end in itertools.pairwise(marks)
-        )
+        return tuple(self.seconds_between(start, end) for start, end in itertools.pairwise(marks))
 
 
 def clock_for(device: torch.device) -> Clock:

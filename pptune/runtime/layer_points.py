@@ -1,0 +1,185 @@
+"""Samples of timed chunks -> the times of single layers.
+
+Four chunks are timed at every micro-batch size: an empty one, the embedding, a stack of blocks, the
+head with its loss. What the empty one takes is the cost of the call itself: it is taken off the
+others, and what is left of the stack is divided by its number of blocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from pptune.measurement import (
+    Centre,
+    Measurement,
+    per_unit,
+    quantised_warning,
+    uneven_ranks_warning,
+    unsettled_warning,
+)
+from pptune.profiles import Layer, LayerPoint
+
+Kind = Literal["embedding", "block", "head"]
+KINDS: tuple[Kind, ...] = ("embedding", "block", "head")
+EMPTY = "empty"
+"""The chunk without layers."""
+
+Key = tuple[str, int, str]
+"""(kind of chunk, micro-batch size, phase)."""
+
+_MAX_SAMPLES = 400
+"""Samples of one phase that a profile keeps, spread evenly over the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSizes:
+    """What a kind of layer holds; bytes for one layer by micro-batch size."""
+
+    count: int
+    """Layers of this kind in the model."""
+    units: int
+    """Layers in the timed chunk."""
+    parameter_bytes: int
+    saved_bytes: Mapping[int, int]
+    boundary_bytes: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class ChunkSamples:
+    """Seconds of every chunk, size and phase, kept apart by rank."""
+
+    by_rank: dict[Key, list[list[float]]] = field(default_factory=dict)
+
+    def add_round(self, gathered: Sequence[Mapping[Key, Sequence[float]]]) -> None:
+        """Add what each rank measured in one round."""
+        for rank, samples in enumerate(gathered):
+            for key, seconds in samples.items():
+                ranks = self.by_rank.setdefault(key, [[] for _ in gathered])
+                ranks[rank].extend(seconds)
+
+    def get(self, kind: str, size: int, phase: str) -> Measurement | None:
+        """All ranks' samples together, or None without any."""
+        pooled = [value for rank in self.by_rank.get((kind, size, phase), []) for value in rank]
+        return Measurement(samples_s=tuple(pooled)) if pooled else None
+
+    def layer_time(self, kind: str, size: int, phase: str, *, units: int) -> Centre | None:
+        """Seconds of one layer, or None where it wasn't timed."""
+        whole, call = self.get(kind, size, phase), self.get(EMPTY, size, phase)
+        if whole is None or call is None:
+            return None
+        return per_unit(whole, call, units=units)
+
+
+def noise_ratio(
+    samples: ChunkSamples, kind: Kind, size: int, *, units: Mapping[Kind, int]
+) -> float:
+    """How unsure the forward and backward times of a layer are, the worse of the two.
+
+    An embedding or a head is judged by what its uncertainty does to a stage, which has at least a
+    block beside it: half-width over the larger of its own time and a block's.
+    """
+    worst = 0.0
+    for phase in ("forward", "backward"):
+        own = samples.layer_time(kind, size, phase, units=units[kind])
+        block = samples.layer_time("block", size, phase, units=units["block"])
+        if own is None or block is None:
+            continue
+        yardstick = max(own.seconds, block.seconds)
+        worst = max(worst, own.half_width_s / yardstick if yardstick > 0 else float("inf"))
+    return worst
+
+
+def layers_of(
+    samples: ChunkSamples,
+    sizes: Mapping[Kind, KindSizes],
+    *,
+    out_of_memory: Sequence[int],
+    max_noise: float,
+    recompute: Literal["none", "full"],
+) -> tuple[Layer, ...]:
+    """The three kinds of layer with their points, sizes that ran out of memory included."""
+    units: dict[Kind, int] = {kind: sizes[kind].units for kind in KINDS}
+    measured = sorted({size for _, size, _ in samples.by_rank} - set(out_of_memory))
+
+    def points(kind: Kind) -> Iterator[LayerPoint]:
+        for size in measured:
+            settled = noise_ratio(samples, kind, size, units=units) <= max_noise
+            yield _point(samples, kind, size, sizes[kind], "ok" if settled else "unsettled")
+        for size in sorted(out_of_memory):
+            yield LayerPoint(microbatch_size=size, status="oom")
+
+    return tuple(
+        Layer(
+            kind=kind,
+            count=sizes[kind].count,
+            points=tuple(points(kind)),
+            recompute=recompute,
+            parameter_bytes=sizes[kind].parameter_bytes,
+        )
+        for kind in KINDS
+    )
+
+
+def _point(
+    samples: ChunkSamples,
+    kind: Kind,
+    size: int,
+    sizes: KindSizes,
+    status: Literal["ok", "unsettled"],
+) -> LayerPoint:
+    seconds: dict[str, float] = {}
+    kept: dict[str, tuple[float, ...]] = {}
+    for phase in ("forward", "backward", "backward_input", "backward_weight"):
+        whole, call = samples.get(kind, size, phase), samples.get(EMPTY, size, phase)
+        if whole is None or call is None:
+            continue
+        seconds[phase] = per_unit(whole, call, units=sizes.units).seconds
+        each = [(value - call.centre_s) / sizes.units for value in whole.samples_s]
+        kept[phase], kept[f"call_{phase}"] = _thinned(each), _thinned(call.samples_s)
+    if kind == "embedding" and "backward" in seconds:
+        # Token ids have no gradient: its backward is all weight gradient.
+        seconds |= {"backward_input": 0.0, "backward_weight": seconds["backward"]}
+    return LayerPoint(
+        microbatch_size=size,
+        forward_s=seconds.get("forward"),
+        backward_s=seconds.get("backward"),
+        backward_input_s=seconds.get("backward_input"),
+        backward_weight_s=seconds.get("backward_weight"),
+        saved_activation_bytes=sizes.saved_bytes.get(size),
+        boundary_bytes=sizes.boundary_bytes.get(size),
+        samples_s=kept,
+        status=status,
+    )
+
+
+def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
+    if len(samples) <= _MAX_SAMPLES:
+        return tuple(samples)
+    chosen = np.linspace(0, len(samples) - 1, _MAX_SAMPLES).round().astype(int)
+    return tuple(samples[index] for index in chosen)
+
+
+def sample_warnings(
+    samples: ChunkSamples, *, units: Mapping[Kind, int], max_noise: float
+) -> list[str]:
+    """What a reader must know about the block's times, in words."""
+    warnings: list[str | None] = []
+    sizes = sorted({size for _, size, _ in samples.by_rank})
+    for size in sizes:
+        for phase in ("forward", "backward"):
+            centre = samples.layer_time("block", size, phase, units=units["block"])
+            raw = samples.get("block", size, phase)
+            if centre is None or raw is None:
+                continue
+            what = f"block {phase} at b={size}"
+            warnings.append(quantised_warning(what, raw.samples_s))
+            if centre.noise_ratio > max_noise:
+                warnings.append(unsettled_warning(what, centre, len(raw.samples_s), max_noise))
+    if sizes:
+        ranks = samples.by_rank.get(("block", sizes[-1], "forward"), [])
+        medians = [float(np.median(rank)) for rank in ranks if rank]
+        if len(medians) > 1:
+            warnings.append(uneven_ranks_warning(f"a block at b={sizes[-1]}", medians))
+    return [warning for warning in warnings if warning is not None]

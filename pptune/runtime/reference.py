@@ -1,0 +1,29 @@
+"""A fixed matrix product: how fast the machine is right now."""
+
+import torch
+
+from pptune.runtime.clock import Clock, clock_for
+
+_CPU_SIZE = 384
+_CUDA_SIZE = 4096
+
+
+class ReferenceProduct:
+    """A square product of a few milliseconds on a CPU core, less on a GPU, always the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self.matrix_size = _CUDA_SIZE if on_cuda else _CPU_SIZE
+        self.dtype = torch.bfloat16 if on_cuda else torch.float32
+        shape = (self.matrix_size, self.matrix_size)
+        self._left = torch.ones(shape, dtype=self.dtype, device=device)
+        self._right = torch.ones(shape, dtype=self.dtype, device=device)
+        self._product = torch.empty(shape, dtype=self.dtype, device=device)
+        self._clock: Clock = clock_for(device)
+
+    def sample(self) -> float:
+        """Seconds of one product."""
+        return self._clock.measure(self._multiply)
+
+    def _multiply(self) -> None:
+        torch.mm(self._left, self._right, out=self._product)
