@@ -25,10 +25,8 @@ class StepShare(msgspec.Struct, frozen=True, kw_only=True):
     """`pick`, `runner-up` or `baseline`."""
     plan: Plan
     estimate: Estimate
-    chunk_overhead_s: float
-    """The part of the overhead that is paid per chunk: per-chunk fixed cost x V."""
-    action_overhead_s: float
-    """The part paid per action: M x V times the overhead of a forward and a backward."""
+    chunk_cost_s: float
+    """The part of the step constant that is paid per chunk: per-chunk fixed cost x V."""
     small_size_loss_s: float | None
     """Compute that would be saved if every layer ran at its best measured rate per sequence: what
     small micro-batches cost. Null without layer times."""
@@ -44,11 +42,12 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
     slower_s: float
     """Its step time - the pick's."""
     reason_code: str
-    """The part that grew most: `compute`, `bubble`, `exposed_transfer`, `action_overhead`,
-    `chunk_overhead`, `step_constant`; `memory` where it does not fit."""
+    """The part that differs most: a key of `grown_s`."""
     reason: str
+    """The same in words."""
     grown_s: dict[str, float]
-    """Its part - the pick's, by part."""
+    """Its part - the pick's: `compute`, `bubble`, `exposed-transfer`, `overhead`, `chunk-cost`
+    (per-chunk fixed cost x V) and `step-constant` (what else is paid once)."""
 
 
 class ChunkRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +61,8 @@ class ChunkRange(msgspec.Struct, frozen=True, kw_only=True):
     rule_holds: bool | None
     """Whether V beats V = 1 exactly from there on; null for V = 1 and where only one side of the
     rule could be tried."""
-    first_win: int | None
-    """The smallest M tried at which this V beats V = 1."""
+    beats_one: tuple[tuple[int, int], ...]
+    """First and last M tried of each run at which this V beats V = 1; empty for V = 1."""
 
 
 class SizeRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pptune.errors import UsageError
 from pptune.units import format_ratio, format_seconds
@@ -46,9 +47,7 @@ class Measurement:
     @property
     def centre_s(self) -> float:
         """The trimmed mean."""
-        values = np.sort(self.samples_s)
-        cut = _num_trimmed(len(values))
-        return float(values[cut : len(values) - cut].mean())
+        return float(trimmed_means(np.array(self.samples_s)))
 
     @property
     def half_width_s(self) -> float:
@@ -73,6 +72,13 @@ class Measurement:
         """Half-width / centre; infinite where the centre is 0."""
         centre = self.centre_s
         return self.half_width_s / abs(centre) if centre else math.inf
+
+
+def trimmed_means(samples_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The trimmed mean along the last axis; the other axes stay."""
+    values = np.sort(samples_s, axis=-1)
+    cut = _num_trimmed(values.shape[-1])
+    return np.asarray(values[..., cut : values.shape[-1] - cut].mean(axis=-1))
 
 
 def _num_trimmed(num_samples: int) -> int:

@@ -22,6 +22,7 @@ from pptune.units import (
     seconds_unit,
 )
 from pptune.validation_file import ValidationFile
+from pptune.views.plans import shown_label
 from pptune.views.profile import link_name
 from pptune.views.slices import Timeline
 from pptune.views.validation import PARTS
@@ -38,6 +39,8 @@ PART_COLOURS = dict(zip(PARTS, (BLUE, GREY, ORANGE, PURPLE, RED), strict=True))
 MAX_BARS = 3000
 """More actions than this make a browser slow; a longer timeline is drawn up to a time that holds
 as many."""
+
+MAX_EDGED_BARS = 600
 
 MAX_LINKS = 6
 """Links drawn one by one; more are drawn as their slowest and fastest."""
@@ -163,11 +166,13 @@ def timeline_bars(timeline: Timeline, *, end_s: float) -> Figure | None:
         part = f", the first {len(shown):,} of {len(timeline.slices):,} actions"
     unit, scale = seconds_unit([end_s])
     figure = _figure("rank", f"time ({unit}){part}")
+    # A thin edge tells neighbours apart, until there are so many that edges are all one sees.
+    edge = {"width": 0.5 if len(shown) <= MAX_EDGED_BARS else 0, "color": "rgba(255,255,255,0.7)"}
     for work, (name, colour) in WORKS.items():
         items = [item for item in shown if item.work == work]
         if items:
             figure.add_bar(
-                name=name, orientation="h", marker={"color": colour, "line": {"width": 0}},
+                name=name, orientation="h", marker={"color": colour, "line": edge},
                 base=[item.start_s / scale for item in items],
                 x=[(item.end_s - item.start_s) / scale for item in items],
                 y=[item.rank for item in items], hoverinfo="text", textposition="none",
@@ -274,7 +279,7 @@ def time_and_memory(plans: PlansFile) -> Figure | None:
     figure.add_scatter(
         x=[peak / GIB for peak in peaks], y=[row.estimate.step_time_s / scale for row in rows],
         mode="markers", marker={"color": BLUE, "size": 10}, hoverinfo="text", showlegend=False,
-        text=[f"{row.plan.label}<br>{format_seconds(row.estimate.step_time_s)}, "
+        text=[f"{shown_label(row.plan.label)}<br>{format_seconds(row.estimate.step_time_s)}, "
               f"{format_bytes(peak)}" for row, peak in zip(rows, peaks, strict=True)],
     )  # fmt: skip
     figure.update_layout(margin_t=10)
@@ -285,7 +290,7 @@ def time_and_memory(plans: PlansFile) -> Figure | None:
 
 def short_label(label: str) -> str:
     """A plan's label on two lines: names on an axis must leave room for the figure."""
-    schedule, _, rest = label.partition(" ")
+    schedule, _, rest = shown_label(label).partition(" ")
     return f"{schedule}<br>{rest}"
 
 
@@ -304,7 +309,7 @@ def _map_label(row: Alternative, best_s: float) -> str:
         return f"{name}<br>{row.reason or 'no plan'}"
     slower = row.estimate.step_time_s / best_s - 1
     return (
-        f"{name}, M = {row.plan.num_microbatches}<br>{row.plan.label}<br>"
+        f"{name}, M = {row.plan.num_microbatches}<br>{shown_label(row.plan.label)}<br>"
         f"{format_seconds(row.estimate.step_time_s)}, {format_ratio(slower, sign=True)} on the best"
     )
 

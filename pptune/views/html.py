@@ -12,7 +12,7 @@ from pptune.profiles import Profile
 from pptune.units import format_ratio, format_seconds
 from pptune.validation_file import ValidationFile
 from pptune.views import figures
-from pptune.views.plans import ranking
+from pptune.views.plans import layers_text, ranking, shown_label
 from pptune.views.report_text import CAPTIONS, GLOSSARY, NO_REQUESTS, STYLE
 from pptune.views.slices import Timeline
 from pptune.views.tables import Sheet, cell_text, listed_columns
@@ -66,12 +66,12 @@ def _answer(plans: PlansFile, validation: ValidationFile | None) -> Iterator[str
     if best.speedup_over_baseline is not None and plans.baseline is not None:
         gain = (
             f", {best.speedup_over_baseline:.2f} times as fast as the baseline "
-            f"{plans.baseline.plan.label} "
+            f"{shown_label(plans.baseline.plan.label)} "
             f"({format_seconds(plans.baseline.estimate.step_time_s)})"
         )
     yield f"Predicted step time: {format_seconds(best.estimate.step_time_s)}{gain}."
     if len(set(plan.layers_per_stage)) > 1:
-        yield f"Blocks per stage: {', '.join(map(str, plan.layers_per_stage))}."
+        yield f"Blocks per stage, in stage order: {layers_text(plan.layers_per_stage)}."
     yield (
         "By this cost model no plan in the space searched is faster."
         if plans.proven_optimal
@@ -93,7 +93,7 @@ def _measured(plan: Plan, validation: ValidationFile | None) -> str:
     elif summary is not None and summary.winner == "tie":
         verdict = " The best plans tie within the noise."
     elif summary is not None and summary.winner is not None:
-        verdict = f" The fastest was {summary.winner}."
+        verdict = f" The fastest was {shown_label(summary.winner)}."
     word = "Replayed" if validation.mode == "replay" else "Measured"
     return (
         f"{word}: {format_seconds(run.measured_s)} +- {format_ratio(run.noise_ratio or 0.0)}; the "
@@ -115,7 +115,7 @@ def _figures(
         ("parts", "Where the step goes", figures.where_the_step_goes(plans)),
         ("accuracy", "Predicted against measured", figures.predicted_and_measured(validation)),
         *(
-            ("timeline", f"Timeline, {item.name}: {item.plan.label}",
+            ("timeline", f"Timeline, {item.name}: {shown_label(item.plan.label)}",
              figures.timeline_bars(item, end_s=end_s))
             for item in timelines
         ),

@@ -1,5 +1,6 @@
 """The search's answer and single estimates as sheets."""
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -7,15 +8,22 @@ from pptune.estimate import Estimate, PredictedPlan
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
 from pptune.units import format_bytes, format_ratio, format_seconds
-from pptune.views.tables import Column, Sheet, bytes_column, ratio_column, time_column
+from pptune.views.tables import (
+    Column,
+    Sheet,
+    bytes_column,
+    facts_sheet,
+    ratio_column,
+    time_column,
+)
 
 LOSS_WORDS = {
     "bubble": "more bubble",
-    "exposed_transfer": "more exposed transfer",
+    "exposed-transfer": "more exposed transfer",
     "overhead": "more overhead",
     "compute": "slower compute (smaller micro-batches or an uneven split)",
     "memory": "does not fit",
-    "step_constant": "larger per-step constants",
+    "step-constant": "larger per-step constants",
 }
 """Reason codes of a search in words; a code that is not here is shown as it is."""
 
@@ -79,14 +87,10 @@ def estimate_sheet(predicted: PredictedPlan) -> Sheet:
         ("fits", estimate.fits),
         ("numbers used", estimate.source),
     ]  # fmt: skip
-    return Sheet(
-        title=predicted.plan.label,
-        columns=(
-            Column(key="quantity", title="quantity", left=True),
-            Column(key="value", title="value"),
-        ),
-        rows=tuple(rows),
-        notes=(
+    return facts_sheet(
+        shown_label(predicted.plan.label),
+        rows,
+        (
             "The five indented parts are the slowest rank's and sum to the step time; bubble ratio "
             "is idle / total time.",
             *(f"assumed: {text}" for text in estimate.assumptions),
@@ -132,6 +136,15 @@ def layers_text(layers_per_stage: Sequence[int]) -> str:
     """Blocks per stage with runs folded: `7 8x6 7`."""
     runs = [(layers, sum(1 for _ in run)) for layers, run in groupby(layers_per_stage)]
     return " ".join(f"{layers}x{count}" if count > 1 else f"{layers}" for layers, count in runs)
+
+
+def shown_label(label: str) -> str:
+    """A plan's label with runs of equal stages folded: `[4,4,4,2]` becomes `[4x3 2]`."""
+
+    def folded(found: re.Match[str]) -> str:
+        return f"[{layers_text(tuple(map(int, found[1].split(','))))}]"
+
+    return re.sub(r"\[(\d+(?:,\d+)*)\]", folded, label)
 
 
 def fullest(peak_memory_bytes: Sequence[int] | None) -> int | None:
@@ -218,7 +231,9 @@ def _ranking_notes(plans: PlansFile) -> list[str]:
         worded = {LOSS_WORDS.get(code, code): count for code, count in space.lost_by.items()}
         notes.append(f"Why the others lost to rank 1: {_counts(worded)}.")
     if plans.baseline is not None:
-        notes.append(f"Speed-up is over the baseline (base), {plans.baseline.plan.label}.")
+        notes.append(
+            f"Speed-up is over the baseline (base), {shown_label(plans.baseline.plan.label)}."
+        )
     notes.append(
         "bubble: idle / total time over all ranks; exposed, overhead: of the slowest rank; "
         "memory: peak of the fullest rank; layers: blocks per stage, 2x8 is 2 on each of 8."

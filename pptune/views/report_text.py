@@ -32,6 +32,9 @@ dd { margin: 0; }
 .js-plotly-plot .cbtitle text { fill: var(--ink) !important; }
 @media print {
   body { max-width: none; padding: 0; }
+  .scroll { overflow: visible; }
+  table { font-size: 7.5pt; }
+  th, td { padding: .15rem .3rem; }
   section { break-inside: avoid; }
   .js-plotly-plot .modebar { display: none !important; }
 }

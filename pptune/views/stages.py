@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from pptune.plan import Plan
+from pptune.views.plans import shown_label
 from pptune.views.tables import Column, Sheet, bytes_column, time_column
 
 
@@ -16,7 +17,7 @@ def stage_sheet(
     """A row per stage; times are for one micro-batch, memory is the whole rank's peak."""
     stages = range(plan.num_stages)
     return Sheet(
-        title=f"Stages of {plan.label}",
+        title=f"Stages of {shown_label(plan.label)}",
         columns=(
             Column(key="stage", title="stage"),
             Column(key="rank", title="rank"),

@@ -115,6 +115,21 @@ def as_markdown(sheet: Sheet) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def facts_sheet(
+    title: str, facts: Iterable[tuple[str, str | None]], notes: Iterable[str] = ()
+) -> Sheet:
+    """Two columns, what and how much: one plan's estimate, or what a machine has."""
+    return Sheet(
+        title=title,
+        columns=(
+            Column(key="quantity", title="quantity", left=True),
+            Column(key="value", title="value"),
+        ),
+        rows=tuple(facts),
+        notes=tuple(notes),
+    )
+
+
 def listed_columns(sheet: Sheet) -> list[int]:
     """Indices of the columns that people get to see."""
     return [

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from pptune.units import format_seconds
+from pptune.views.plans import shown_label
 from pptune.views.slices import Slice, Timeline
 
 READABLE_CELLS = 3
@@ -48,7 +49,8 @@ class TextTimeline:
         label_width = len(_label(len(self._rows) - 1))
         cells = max(options.max_width - label_width, 1)
         end_s = timeline.end_s
-        yield Text(f"{timeline.plan.label}, {timeline.name}: {format_seconds(end_s)}", "bold")
+        label = shown_label(timeline.plan.label)
+        yield Text(f"{label}, {timeline.name}: {format_seconds(end_s)}", "bold")
         if not timeline.slices or end_s <= 0:
             yield Text("No action was recorded.")
             return

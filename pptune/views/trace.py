@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pptune.views.plans import shown_label
 from pptune.views.slices import Slice, Timeline, flows
 
 CATEGORIES = {
@@ -30,7 +31,7 @@ def _names(timeline: Timeline, *, process: int) -> Iterator[dict[str, Any]]:
     def name(kind: str, thread: int, **args: object) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
-    yield name("process_name", 0, name=f"{timeline.name}: {timeline.plan.label}")
+    yield name("process_name", 0, name=f"{timeline.name}: {shown_label(timeline.plan.label)}")
     yield name("process_sort_index", 0, sort_index=process)
     for rank in range(timeline.plan.num_ranks):
         yield name("thread_name", rank, name=f"rank {rank}")

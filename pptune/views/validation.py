@@ -3,7 +3,7 @@
 from pptune.estimate import Breakdown
 from pptune.units import format_ratio, format_seconds
 from pptune.validation_file import Run, Summary, ValidationFile
-from pptune.views.plans import fullest, plan_cells, plan_columns
+from pptune.views.plans import fullest, plan_cells, plan_columns, shown_label
 from pptune.views.tables import Column, Sheet, bytes_column, ratio_column, time_column
 
 PARTS = ("compute", "bubble", "exposed_transfer", "overhead", "step_constant")
@@ -55,7 +55,7 @@ def breakdowns_sheet(validation: ValidationFile) -> Sheet:
         ):
             if parts is not None:
                 cells = _parts(parts)
-                rows.append((number, run.plan.label, name, *cells))
+                rows.append((number, shown_label(run.plan.label), name, *cells))
                 values += cells
     columns = (
         Column(key="run", title="run"),
@@ -155,9 +155,9 @@ def _winner_line(summary: Summary) -> str:
     if summary.winner is None:
         return "No winner: no run finished."
     if summary.winner == "tie":
-        among = f": {'; '.join(summary.tied_with)}" if summary.tied_with else ""
+        among = f": {'; '.join(map(shown_label, summary.tied_with))}" if summary.tied_with else ""
         return f"Tie within the noise{among}."
-    return f"Winner: {summary.winner}."
+    return f"Winner: {shown_label(summary.winner)}."
 
 
 def _accuracy_lines(summary: Summary) -> list[str]:
