@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pptune.bounds import StepBound, step_bound
 from pptune.errors import MissingNumber, UsageError
 from pptune.estimate import Breakdown, Estimate, Infeasible
 from pptune.executors import Executor
@@ -26,13 +27,14 @@ from pptune.memory import (
     rank_parameter_bytes,
     static_memory,
 )
+from pptune.partition import balanced_layers
 from pptune.plan import Plan
 from pptune.profiles import Link, Overhead, Profile, Source, weakest
 from pptune.schedules import Order, generate
 from pptune.simulator import Costs, Hops, Simulation, simulate
 from pptune.stage_times import ModelTimes, StageTimes, model_times, stage_times
 from pptune.step_constants import constant_costs
-from pptune.targets.target import Target
+from pptune.targets import Target, executor_of
 
 Floats = NDArray[np.float64]
 
@@ -68,6 +70,7 @@ class Inputs:
     executor: Executor
     constant_s: Floats
     """Seconds per step besides the actions, of each rank."""
+    bound: StepBound
     static: StaticMemory | None
     activation: ActivationMemory | None
     source: Source
@@ -133,11 +136,11 @@ class CostModel:
     def executor(self, plan: Plan) -> Executor:
         """What overlaps with what when the setting's target runs the plan."""
         target = self.setting.target
-        if target is None:
-            return Executor.IDEAL
-        from pptune.targets import executor_of
+        return Executor.IDEAL if target is None else executor_of(plan, target)
 
-        return executor_of(plan, target)
+    def overhead(self, plan: Plan) -> Overhead | None:
+        """What the plan's executor adds to bare layer times; None where none was measured."""
+        return self._overhead(self.executor(plan))[0]
 
     def order(self, plan: Plan) -> Order:
         """The plan's actions, rank by rank; the last one asked for is kept."""
@@ -180,6 +183,19 @@ class CostModel:
             executor=inputs.executor,
         )
 
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the profile has the parameter sizes and ratios that peak memory takes."""
+        layers = (self.profile.layer(kind) for kind in ("embedding", "block", "head"))
+        return self.profile.memory is not None and all(
+            layer is not None and layer.parameter_bytes is not None for layer in layers
+        )
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether a plan can be found not to fit."""
+        return self.memory_limit_bytes is not None and self.knows_memory
+
     def fits(
         self, peak_memory_bytes: Floats | None
     ) -> Literal["yes", "borderline", "no", "unknown"]:
@@ -198,6 +214,29 @@ class CostModel:
         if key not in self._times:
             self._times[key] = model_times(self.profile, microbatch_size, recompute)
         return self._times[key]
+
+    def balanced_layers(
+        self,
+        num_ranks: int,
+        num_chunks: int,
+        *,
+        placement: str,
+        microbatch_size: int,
+        recompute: str = "none",
+        allow_empty_stages: bool = False,
+    ) -> tuple[int, ...]:
+        """Blocks per stage, balanced by the layers' times at this size. Raises MissingNumber."""
+        times = self.layer_costs(microbatch_size, recompute)
+        return balanced_layers(
+            self.profile.model.num_layers,
+            num_ranks,
+            num_chunks,
+            embedding_s=times.embedding.forward_s + times.embedding.backward_s,
+            block_s=times.block.forward_s + times.block.backward_s,
+            head_s=times.head.forward_s + times.head.backward_s,
+            placement=placement,
+            allow_empty_stages=allow_empty_stages,
+        )
 
     def inputs(self, plan: Plan) -> Inputs:
         """The numbers that the plan's step is made of. Raises MissingNumber."""
@@ -254,18 +293,20 @@ class CostModel:
             assumptions.append("how far messages slow compute down was not measured: counted as 0")
         parameter_bytes = rank_parameter_bytes(plan, self.profile)
         constants = constant_costs(plan, self.profile, overhead, parameter_bytes)
+        costs = Costs(
+            forward_s=stages.forward_s,
+            backward_s=stages.backward_s,
+            backward_input_s=stages.backward_input_s,
+            backward_weight_s=stages.backward_weight_s,
+            overhead_s=_overhead_by_work(overhead),
+            forward_hops=forward_hops,
+            backward_hops=backward_hops,
+        )
         return Inputs(
-            costs=Costs(
-                forward_s=stages.forward_s,
-                backward_s=stages.backward_s,
-                backward_input_s=stages.backward_input_s,
-                backward_weight_s=stages.backward_weight_s,
-                overhead_s=_overhead_by_work(overhead),
-                forward_hops=forward_hops,
-                backward_hops=backward_hops,
-            ),
+            costs=costs,
             executor=executor,
             constant_s=constants.seconds,
+            bound=step_bound(plan, costs, float(constants.seconds.max())),
             static=static_memory(plan, self.profile, zero_stage=self.setting.zero_stage),
             activation=activation_memory(times, message_bytes=message),
             source=weakest([*sources, constants.source]),

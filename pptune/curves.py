@@ -135,6 +135,16 @@ def usable_points(layer: Layer) -> list[LayerPoint]:
     ]
 
 
+def slows_with_size(layer: Layer) -> bool:
+    """Whether forward and backward per sequence take longer at some larger size, beyond noise."""
+    points = sorted(usable_points(layer), key=lambda point: point.microbatch_size)
+    if len(points) < 2:
+        return False
+    sizes = np.array([point.microbatch_size for point in points], dtype=np.float64)
+    total = np.array([(point.forward_s or 0.0) + (_backward_s(point) or 0.0) for point in points])
+    return _rises(total / sizes, NOISE_RATIO)
+
+
 def fit_curve(
     sizes: Sequence[int], seconds: Sequence[float], *, noise_ratio: float = NOISE_RATIO
 ) -> CurveFit:

@@ -9,7 +9,7 @@ from pptune.executors import Executor
 from pptune.model import ModelSpec
 from pptune.plan import Schedule, make_plan
 from pptune.profiles import Layer, LayerPoint, Link, Machine, Overhead, Profile, StepConstants
-from pptune.targets.target import Target
+from pptune.targets import Target, illegal
 
 
 def estimate_from_numbers(
@@ -49,12 +49,9 @@ def estimate_from_numbers(
         layers_per_stage=(1,) * (num_ranks * num_chunks),
         microbatch_group_size=microbatch_group_size,
     )
-    if target is not None:
-        from pptune.targets import illegal
-
-        violation = illegal(plan, target)
-        if violation is not None:
-            raise PlanError(str(violation))
+    violation = None if target is None else illegal(plan, target)
+    if violation is not None:
+        raise PlanError(str(violation))
     estimate = CostModel(profile, Setting(target=target)).estimate(plan)
     if isinstance(estimate, Infeasible):
         raise UsageError(estimate.reason)

@@ -38,6 +38,8 @@ def layer_points(
             forward_s, backward_s = times(b)
         elif isinstance(times, float | int):
             forward_s, backward_s = times * b, 2 * times * b
+            if times == 0:
+                backward_input_s = backward_weight_s = 0.0
         elif len(times) == 3:
             forward_s, backward_input_s, backward_weight_s = (value * b for value in times)
             backward_s = backward_input_s + backward_weight_s

@@ -93,7 +93,7 @@ def search(
         links=tuple(parse_link(text) for text in link or []),
     )  # fmt: skip
     request = searching.Request(
-        global_batch_size=global_batch_size, target=aim, num_ranks=ranks,
+        global_batch_size=global_batch_size, num_ranks=ranks,
         data_parallel=data_parallel, num_gpus=gpus,
         schedules=words(schedules, get_args(Schedule), "--schedules") or (),  # type: ignore[arg-type]
         num_chunks=ints_or_none(chunks, "--chunks"),
