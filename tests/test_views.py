@@ -17,7 +17,7 @@ from pptune.schedules import generate
 from pptune.simulator import Costs, simulate
 from pptune.validation_file import RecordedAction, Summary
 from pptune.views.html import report
-from pptune.views.plans import estimate_sheet, layers_text, ranking
+from pptune.views.plans import estimate_sheet, layers_text, ranking, shown_label, space_sheet
 from pptune.views.profile import profile_sheets, throughput_sheet
 from pptune.views.slices import Slice, Timeline, flows, predicted_timeline, recorded_timeline
 from pptune.views.stages import stage_sheet
@@ -25,7 +25,7 @@ from pptune.views.tables import Sheet, as_csv, as_markdown, make_console
 from pptune.views.timeline import TextTimeline, _phases
 from pptune.views.trace import trace_json
 from pptune.views.validation import breakdowns_sheet, models_sheet, runs_sheet
-from tests.sample_documents import sample_plans, sample_report, sample_validation
+from tests.sample_documents import INTERLEAVED, sample_plans, sample_report, sample_validation
 from tests.synthetic import synthetic_profile, uniform_link
 
 
@@ -193,6 +193,18 @@ def test_slowing_kernels_are_said_in_words() -> None:
 
 def test_runs_of_equal_stages_are_folded() -> None:
     assert layers_text((7, 8, 8, 8, 7)) == "7 8x3 7"
+    assert shown_label("1f1b P4 V1 b1 M8 D2 [4,4,4,2]") == "1f1b P4 V1 b1 M8 D2 [4x3 2]"
+    assert shown_label(INTERLEAVED.label) == INTERLEAVED.label
+
+
+def test_a_dry_run_counts_the_space() -> None:
+    space = msgspec.structs.replace(sample_plans().space, axes={"num_chunks": ("1", "2")})
+    shown = rendered(space_sheet(space), 80)
+    assert [line.split() for line in shown.splitlines()[3:7]] == [
+        ["legal", "-", "12"], ["legal,", "but", "does", "not", "fit", "-", "2"],
+        ["illegal", "layers", "5"], ["illegal", "rounds", "3"],
+    ]  # fmt: skip
+    assert shown.endswith("num_chunks: 1, 2")
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "plain"])

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pptune.estimate import Estimate, PredictedPlan
 from pptune.plan import Plan
-from pptune.plans_file import PlansFile
+from pptune.plans_file import PlansFile, Space
 from pptune.units import format_bytes, format_ratio, format_seconds
 from pptune.views.tables import (
     Column,
@@ -58,6 +58,28 @@ def ranking(plans: PlansFile) -> Sheet:
         notes=tuple(_ranking_notes(plans)),
         strong_rows=frozenset({0} if num_candidates else ()),
         faint_rows=frozenset(range(num_candidates, len(entries))),
+    )
+
+
+def space_sheet(space: Space) -> Sheet:
+    """What a search would look at, counted: a row per rule that some plans break."""
+    rows = [
+        ("legal", None, space.num_legal),
+        ("legal, but does not fit", None, space.num_infeasible),
+    ]
+    rows += [
+        ("illegal", rule, count)
+        for rule, count in sorted(space.num_illegal.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    return Sheet(
+        title="The space of plans",
+        columns=(
+            Column(key="kind", title="plans", left=True),
+            Column(key="rule", title="rule", left=True),
+            Column(key="count", title="number", text=lambda value: f"{value:,}"),
+        ),
+        rows=tuple(rows),
+        notes=tuple(f"{axis}: {', '.join(values)}" for axis, values in space.axes.items()),
     )
 
 
