@@ -145,7 +145,7 @@ def write_report(
         if run.plan == row.plan and run.timeline is not None:
             timelines.append(recorded_timeline(row.plan, run.timeline))
     page = report(
-        plans, profile, alternatives=explained(plans, profile, rank=rank).alternatives,
+        plans, profile, rank=rank, explanation=explained(plans, profile, rank=rank),
         validation=proof,
         timelines=timelines,
     )  # fmt: skip

@@ -2,17 +2,25 @@
 
 import gc
 import os
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from pptune.model import ModelSpec
 from pptune.plan import Plan
-from pptune.runtime.pipeline import PlanRunner, recording_cost_s
+from pptune.runtime import layers, links
+from pptune.runtime.machine import describe_machine
+from pptune.runtime.pipeline import PlanRunner, recording_cost_s, torch_dtype
 from pptune.runtime.rank import RankContext
+from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.stages import WaitTimes
+
+_EMIT_EVERY_S = 3.0
+_REFERENCE_WARMUPS, _REFERENCE_SAMPLES = 10, 40
 
 
 def ping(context: RankContext) -> dict[str, Any]:
@@ -73,6 +81,62 @@ def visit_plan(
     }
 
 
+def measure_layers(
+    context: RankContext,
+    *,
+    model: dict[str, Any],
+    sizes: list[int],
+    dtype: str,
+    recompute: Literal["none", "full"],
+    max_noise: float,
+    budget_s: float,
+) -> dict[str, Any]:
+    """Times and sizes of the model's layers (layers.py); rank 0 emits what it has now and then."""
+    spec = msgspec.convert(model, ModelSpec)
+    started = last_s = time.monotonic()
+
+    def on_round(result: layers.LayerMeasurement) -> None:
+        nonlocal last_s
+        now = time.monotonic()
+        if context.rank == 0 and now - last_s > _EMIT_EVERY_S:
+            last_s = now
+            context.emit(
+                {"event": "layers", "spent_ratio": (now - started) / budget_s,
+                 "result": msgspec.to_builtins(result)}
+            )  # fmt: skip
+
+    result = layers.measure_layers(
+        spec, sizes, dtype=torch_dtype(dtype), device=context.device, recompute=recompute,
+        max_noise=max_noise, budget_s=budget_s, on_round=on_round, doing=context.status,
+    )  # fmt: skip
+    answer: dict[str, Any] = msgspec.to_builtins(result)
+    return answer if context.rank == 0 else {}
+
+
+def measure_links(context: RankContext, *, max_noise: float, budget_s: float) -> dict[str, Any]:
+    """Latency and bandwidth of every link of the ring (links.py)."""
+    result = links.measure_links(
+        device=context.device, node=context.node, max_noise=max_noise, budget_s=budget_s,
+        doing=context.status,
+    )  # fmt: skip
+    answer: dict[str, Any] = msgspec.to_builtins(result)
+    return answer if context.rank == 0 else {}
+
+
+def time_reference(context: RankContext) -> list[float]:
+    """Seconds of the reference product, on all ranks at once: is the machine what it was?"""
+    product = ReferenceProduct(context.device)
+    dist.barrier()
+    for _ in range(_REFERENCE_WARMUPS):
+        product.sample()
+    return [product.sample() for _ in range(_REFERENCE_SAMPLES)]
+
+
+def machine(context: RankContext, *, dtype: str) -> dict[str, Any]:
+    """What the ranks run on."""
+    return describe_machine(context, dtype)
+
+
 def recording_cost(context: RankContext) -> float:
     """Seconds that recording adds per event on this rank."""
     return recording_cost_s()
@@ -89,6 +153,10 @@ def free_memory_ratio(context: RankContext) -> float:
 
 TASKS: dict[str, Callable[..., Any]] = {
     "ping": ping,
+    "describe_machine": machine,
+    "measure_layers": measure_layers,
+    "measure_links": measure_links,
+    "time_reference": time_reference,
     "visit_plan": visit_plan,
     "recording_cost": recording_cost,
 }
