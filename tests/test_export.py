@@ -1,10 +1,12 @@
 """Exported files: what they say, read by parsers other than ours where there are any."""
 
 import ast
+import contextlib
 import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tomllib
@@ -485,32 +487,34 @@ def test_names_cannot_break_out_of_a_comment() -> None:
                 assert all(line.startswith("#") for line in lines)
 
 
-def run_script(folder: Path, plan: Plan, spec: ModelSpec, **options: Any) -> list[float]:
-    """Losses that the exported script prints when torchrun starts it on the CPU."""
-    (folder / "plan.py").write_text(text(plan, "torch", model=spec, **options))
-    processes = plan.num_ranks * plan.data_parallel
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder),
-    }  # fmt: skip
-    result = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(processes), "plan.py", "--steps", "4", "--learning-rate", "1e-2",
-        ],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", result.stdout, re.M)]
+LOSS = re.compile(r"^step \d+ loss (\S+)$", re.MULTILINE)
+
+STEPS = ["--steps", "4", "--learning-rate", "1e-2"]
 
 
 def falls(losses: list[float]) -> bool:
     return all(later < earlier for earlier, later in pairwise(losses))
 
 
+def cpu_environment(folder: Path) -> dict[str, str]:
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder),
+    }  # fmt: skip
+
+
 @pytest.mark.dist
 def test_the_torch_script_trains_on_two_ranks(tmp_path: Path) -> None:
     plan = make("interleaved", (1, 1, 2, 1), 2, 4, size=2)
-    losses = run_script(tmp_path, plan, model(5))
+    (tmp_path / "plan.py").write_text(text(plan, "torch"))
+    result = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "plan.py", *STEPS,
+        ],
+        cwd=tmp_path, env=cpu_environment(tmp_path), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [float(loss) for loss in LOSS.findall(result.stdout)]
     assert len(losses) == 4
     assert falls(losses)
 
@@ -532,46 +536,101 @@ def layers():
     return [nn.Embedding(32, 8), Block(), Block(), Block(), nn.Linear(8, 32)]
 """
 
+USERS_MODEL = model(3, family="custom", entry="mine:layers", vocab_size=32, ffn_size=None)
+GPT = model(4, family="gpt")
+
+ALONE = make("gpipe", (4,), 1, 4, size=2)
+TWO_REPLICAS = make("1f1b", (4,), 1, 2, data=2)
+
+PLANS_LIKE_ALONE = [
+    make("1f1b", (2, 2), 2, 4, size=2),
+    make("gpipe", (3, 1), 2, 4, size=2),
+    make("interleaved", (1, 1, 1, 1), 2, 4, size=2, recompute="full"),
+    make("interleaved", (1, 1, 1, 1), 2, 4, size=2, group=4),
+    make("looped-bfs", (1, 1, 1, 1), 2, 4, size=2),
+    make("interleaved-zb", (1, 1, 1, 1), 2, 4, size=2),
+    make("zb-v", (1, 1, 1, 1), 2, 4, size=2, recompute="full"),
+    make("dualpipe-v", (1, 1, 1, 1), 2, 4, size=2),
+    make("zb-h1", (2, 2), 2, 4, size=2),
+    make("zb-h2", (2, 2), 2, 4, size=2),
+]
+
+RUNS: dict[str, tuple[Plan, ModelSpec, dict[str, Any]]] = {
+    "alone": (ALONE, GPT, {}),
+    **{plan.label: (plan, GPT, {}) for plan in PLANS_LIKE_ALONE},
+    "replicas": (TWO_REPLICAS, GPT, {}),
+    "sharded": (TWO_REPLICAS, GPT, {"zero": 1}),
+    "users": (make("1f1b", (1, 2), 2, 4), USERS_MODEL, {}),
+}
+
+DRIVER = """
+import os, runpy, sys
+
+names, ports, sys.argv[1:] = sys.argv[1].split(","), sys.argv[2].split(","), sys.argv[3:]
+for name, port in zip(names, ports):
+    world = 1 if name.startswith("alone") else 2
+    os.environ.update(WORLD_SIZE=str(world), MASTER_PORT=port)
+    print("script", name, flush=True)
+    if int(os.environ["RANK"]) < world:
+        runpy.run_path(name, run_name="__main__")
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("localhost", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of every script in RUNS. Both ranks run all of them in turn: importing torch once."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "mine.py").write_text(USER_MODULE)
+    (folder / "driver.py").write_text(DRIVER)
+    files = {name: re.sub(r"\W+", "_", name) + ".py" for name in RUNS}
+    for name, (plan, spec, options) in RUNS.items():
+        (folder / files[name]).write_text(text(plan, "torch", model=spec, **options))
+    arguments = [",".join(files.values()), ",".join(map(str, free_ports(len(files)))), *STEPS]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "driver.py", *arguments],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=cpu_environment(folder) | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost",
+            },
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=200) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    found: dict[str, list[float]] = {name: [] for name in RUNS}
+    for output, _ in outputs:
+        for name, part in zip(RUNS, re.split(r"^script .*$", output, flags=re.M)[1:], strict=True):
+            found[name] += [float(loss) for loss in LOSS.findall(part)]
+    return found
+
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        make("1f1b", (2, 2), 2, 4, size=2),
-        make("gpipe", (3, 1), 2, 4, size=2),
-        make("interleaved", (1, 1, 1, 1), 2, 4, size=2, group=4),
-        make("interleaved", (1, 1, 1, 1), 2, 4, size=2, recompute="full"),
-        make("looped-bfs", (1, 1, 1, 1), 2, 4, size=2),
-        make("interleaved-zb", (1, 1, 1, 1), 2, 4, size=2),
-        make("zb-v", (1, 1, 1, 1), 2, 4, size=2, recompute="full"),
-        make("dualpipe-v", (1, 1, 1, 1), 2, 4, size=2),
-        make("zb-h1", (2, 2), 2, 4, size=2),
-        make("zb-h2", (2, 2), 2, 4, size=2),
-    ],
-    ids=lambda plan: plan.label,
-)
-def test_every_plan_trains_as_one_rank_does(tmp_path: Path, plan: Plan) -> None:
+class TestTorchScripts:
     """Losses don't depend on the plan: layers, data and optimizer are the same."""
-    spec = model(4, family="gpt")
-    alone = run_script(tmp_path, make("gpipe", (4,), 1, 4, size=2), spec)
-    assert falls(alone)
-    assert run_script(tmp_path, plan, spec) == pytest.approx(alone, abs=2e-3)
 
+    @pytest.mark.parametrize("plan", PLANS_LIKE_ALONE, ids=lambda plan: plan.label)
+    def test_every_plan_trains_as_one_rank_does(
+        self, plan: Plan, losses: dict[str, list[float]]
+    ) -> None:
+        assert len(losses["alone"]) == 4
+        assert falls(losses["alone"])
+        assert losses[plan.label] == pytest.approx(losses["alone"], abs=2e-3)
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_the_torch_script_shards_the_optimizer_over_replicas(tmp_path: Path) -> None:
-    plan = make("1f1b", (2, 2), 2, 2, data=2)
-    plain = run_script(tmp_path, plan, model(4))
-    assert falls(plain)
-    assert run_script(tmp_path, plan, model(4), zero=1) == pytest.approx(plain, abs=2e-3)
+    def test_sharding_the_optimizer_changes_nothing(self, losses: dict[str, list[float]]) -> None:
+        assert falls(losses["replicas"])
+        assert losses["sharded"] == pytest.approx(losses["replicas"], abs=2e-3)
 
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_the_torch_script_trains_the_users_layers(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(USER_MODULE)
-    spec = model(3, family="custom", entry="mine:layers", vocab_size=32, ffn_size=None)
-    losses = run_script(tmp_path, make("1f1b", (1, 2), 2, 4), spec)
-    assert falls(losses)
+    def test_the_users_layers_train(self, losses: dict[str, list[float]]) -> None:
+        assert len(losses["users"]) == 4
+        assert falls(losses["users"])
