@@ -6,14 +6,14 @@ on the first stage and the head on the last are what makes an even split uneven.
 """
 
 import bisect
-import math
+import heapq
 from collections.abc import Callable
 
 from pptune.errors import PlanError
 from pptune.plan import even_layers, rank_of_stage
 
-_ROUNDING = 1e-9
-"""Loads closer than this share of a block are equal: they differ by rounding alone."""
+_BLOCK = 10**9
+"""A block's load; others are rounded to this scale, so that sums and ties are exact."""
 
 
 def balanced_layers(
@@ -39,11 +39,10 @@ def balanced_layers(
             f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} ranks x "
             f"{num_chunks} chunks); use fewer chunks or ranks, or --allow-empty-stages"
         )
-    # In units of one block. Free blocks can be put anywhere: spread them as if they cost the same.
-    extras = [0.0] * num_stages
-    if block_s > 0:
-        extras[0] += embedding_s / block_s
-        extras[-1] += head_s / block_s
+    extras = [0] * num_stages
+    if block_s > 0:  # Free blocks can be put anywhere: spread them as if they alone cost anything.
+        extras[0] += round(embedding_s / block_s * _BLOCK)
+        extras[-1] += round(head_s / block_s * _BLOCK)
     ranks = [rank_of_stage(stage, num_ranks=num_ranks, placement=placement)
              for stage in range(num_stages)]  # fmt: skip
     split = _Split(extras, ranks, least=0 if allow_empty_stages else 1)
@@ -56,97 +55,102 @@ def balanced_layers(
 
 
 class _Split:
-    """Loads, in blocks, of stages and the ranks that hold them."""
+    """Loads of stages and of the ranks that hold them."""
 
-    def __init__(self, extras: list[float], ranks: list[int], *, least: int) -> None:
+    def __init__(self, extras: list[int], ranks: list[int], *, least: int) -> None:
         self.extras = extras
         self.ranks = ranks
         self.least = least
-        self.rank_extras = [0.0] * (max(ranks) + 1)
-        self.rank_least = [0] * (max(ranks) + 1)
-        for extra, rank in zip(extras, ranks, strict=True):
-            self.rank_extras[rank] += extra
-            self.rank_least[rank] += least
+        self.stages_of: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
+        for stage, rank in enumerate(ranks):
+            self.stages_of[rank].append(stage)
+        self.rank_extras = [sum(extras[stage] for stage in own) for own in self.stages_of]
 
-    def least_rank_limit(self, num_layers: int) -> float:
+    def least_rank_limit(self, num_layers: int) -> int:
         """The smallest possible load of the busiest rank."""
+        floor = max(
+            extra + self.least * len(own) * _BLOCK
+            for extra, own in zip(self.rank_extras, self.stages_of, strict=True)
+        )
+        return _least_limit(
+            num_layers,
+            floor,
+            self.rank_extras,
+            lambda limit: sum(_room(limit, extra) for extra in self.rank_extras),
+        )
 
-        def capacity(limit: float) -> int:
-            return sum(_room(limit, extra) for extra in self.rank_extras)
-
-        floor = max(map(sum, zip(self.rank_extras, self.rank_least, strict=True)))
-        return _least_limit(num_layers, floor, self.rank_extras, capacity)
-
-    def least_stage_limit(self, num_layers: int, rank_limit: float) -> float:
+    def least_stage_limit(self, num_layers: int, rank_limit: int) -> int:
         """The smallest possible load of the largest stage while no rank exceeds `rank_limit`."""
+        floor = max(self.extras) + self.least * _BLOCK
+        return _least_limit(
+            num_layers, floor, self.extras, lambda limit: sum(self._rank_rooms(rank_limit, limit))
+        )
 
-        def capacity(limit: float) -> int:
-            rooms = [0] * len(self.rank_extras)
-            for extra, rank in zip(self.extras, self.ranks, strict=True):
-                rooms[rank] += _room(limit, extra)
-            limits = (_room(rank_limit, extra) for extra in self.rank_extras)
-            return sum(map(min, rooms, limits))
-
-        floor = max(extra + self.least for extra in self.extras)
-        return _least_limit(num_layers, floor, self.extras, capacity)
-
-    def obeys(self, layers: tuple[int, ...], rank_limit: float, stage_limit: float) -> bool:
+    def obeys(self, layers: tuple[int, ...], rank_limit: int, stage_limit: int) -> bool:
         """Whether `layers` exceeds neither limit."""
-        rank_layers = [0] * len(self.rank_extras)
-        for count, rank in zip(layers, self.ranks, strict=True):
-            rank_layers[rank] += count
         return all(
             count <= _room(stage_limit, extra)
             for count, extra in zip(layers, self.extras, strict=True)
         ) and all(
-            count <= _room(rank_limit, extra)
-            for count, extra in zip(rank_layers, self.rank_extras, strict=True)
+            sum(layers[stage] for stage in own) <= _room(rank_limit, extra)
+            for own, extra in zip(self.stages_of, self.rank_extras, strict=True)
         )
 
-    def fill(self, num_layers: int, rank_limit: float, stage_limit: float) -> tuple[int, ...]:
+    def fill(self, num_layers: int, rank_limit: int, stage_limit: int) -> tuple[int, ...]:
         """Give block after block to the least loaded rank and stage with room, earlier ones first.
 
         It cannot get stuck: ranks take blocks independently up to their own room, and the limits
         were chosen so that the rooms hold all layers.
         """
         layers = [self.least] * len(self.extras)
-        rank_layers = list(self.rank_least)
+        left = [
+            room - self.least * len(own)
+            for room, own in zip(
+                self._rank_rooms(rank_limit, stage_limit), self.stages_of, strict=True
+            )
+        ]
+        waiting = [
+            (extra + self.least * len(self.stages_of[rank]) * _BLOCK, rank)
+            for rank, extra in enumerate(self.rank_extras)
+            if left[rank] > 0
+        ]
+        heapq.heapify(waiting)
         for _ in range(num_layers - sum(layers)):
-            stage = min(
-                (
-                    stage
-                    for stage, rank in enumerate(self.ranks)
-                    if layers[stage] < _room(stage_limit, self.extras[stage])
-                    and rank_layers[rank] < _room(rank_limit, self.rank_extras[rank])
-                ),
-                key=lambda stage: (
-                    _rounded(self.rank_extras[self.ranks[stage]] + rank_layers[self.ranks[stage]]),
-                    _rounded(self.extras[stage] + layers[stage]),
-                    stage,
-                ),
+            load, rank = heapq.heappop(waiting)
+            _, stage = min(
+                (self.extras[stage] + layers[stage] * _BLOCK, stage)
+                for stage in self.stages_of[rank]
+                if layers[stage] < _room(stage_limit, self.extras[stage])
             )
             layers[stage] += 1
-            rank_layers[self.ranks[stage]] += 1
+            left[rank] -= 1
+            if left[rank] > 0:
+                heapq.heappush(waiting, (load + _BLOCK, rank))
         return tuple(layers)
+
+    def _rank_rooms(self, rank_limit: int, stage_limit: int) -> list[int]:
+        """Blocks that each rank can take under both limits."""
+        return [
+            min(
+                _room(rank_limit, extra),
+                sum(_room(stage_limit, self.extras[stage]) for stage in own),
+            )
+            for own, extra in zip(self.stages_of, self.rank_extras, strict=True)
+        ]
 
 
 def _least_limit(
-    num_layers: int, floor: float, extras: list[float], capacity: Callable[[float], int]
-) -> float:
+    num_layers: int, floor: int, extras: list[int], capacity: Callable[[int], int]
+) -> int:
     """The smallest limit of at least `floor` under which `num_layers` blocks find room.
 
     Room only grows where the limit passes some extra plus a whole number of blocks.
     """
-    steps = {extra + count for extra in set(extras) for count in range(num_layers + 1)}
+    steps = {extra + count * _BLOCK for extra in set(extras) for count in range(num_layers + 1)}
     limits = sorted({floor, *(step for step in steps if step > floor)})
-    first = bisect.bisect_left(limits, num_layers, key=capacity)
-    return limits[first]
+    return limits[bisect.bisect_left(limits, num_layers, key=capacity)]
 
 
-def _room(limit: float, extra: float) -> int:
+def _room(limit: int, extra: int) -> int:
     """Whole blocks that fit beside `extra` under `limit`."""
-    return max(0, math.floor(limit - extra + _ROUNDING))
-
-
-def _rounded(load: float) -> float:
-    return round(load / _ROUNDING)
+    return max(0, (limit - extra) // _BLOCK)

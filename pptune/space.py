@@ -20,7 +20,7 @@ from pptune.plan import (
     even_layers,
     placement_of,
 )
-from pptune.targets import Target, Violation, illegal
+from pptune.targets import Target, Violation, batch_violation, illegal, uneven_violation
 
 MAX_PLANS = 2_000_000
 """Legal plans that are listed at most; a larger space is refused."""
@@ -92,7 +92,7 @@ def list_plans(
     """
     listing = Listing(plans=[])
     layouts = _Layouts(model, axes.layouts, allow_empty=allow_empty_stages)
-    for plan in _candidates(model, axes, layouts, listing, global_batch_size):
+    for plan in _candidates(model, axes, layouts, listing, target, global_batch_size):
         violation = illegal(
             plan,
             target,
@@ -119,11 +119,12 @@ def _candidates(
     axes: Axes,
     layouts: "_Layouts",
     listing: Listing,
+    target: Target,
     global_batch_size: int,
 ) -> Iterator[Plan]:
     """Plans on the axes; combinations that make no plan are counted in `listing`."""
     for num_ranks, data_parallel in axes.grids:
-        sizes = _sizes(model, axes, listing, global_batch_size, data_parallel)
+        sizes = _sizes(model, axes, listing, target, global_batch_size, data_parallel)
         for schedule in _schedules(axes, listing, num_ranks):
             for num_chunks in _chunks(axes, listing, layouts, schedule, num_ranks):
                 for b, num_microbatches in sizes:
@@ -131,7 +132,7 @@ def _candidates(
                     for recompute in axes.recompute:
                         for layers in layouts.of(schedule, num_ranks, num_chunks, b, recompute):
                             if not layers:
-                                _count(listing, _not_divisible(layouts, num_ranks, num_chunks))
+                                _count(listing, layouts.uneven(target, num_ranks, num_chunks))
                                 continue
                             for group in groups:
                                 yield Plan(
@@ -182,19 +183,37 @@ class _Layouts:
             self._found[key] = tuple(found)
         return self._found[key]
 
+    def uneven(self, target: Target, num_ranks: int, num_chunks: int) -> Violation:
+        """Why there is no even split."""
+        violation = uneven_violation(
+            target, num_layers=self.num_layers, num_ranks=num_ranks, num_chunks=num_chunks
+        )
+        assert violation is not None
+        return violation
+
 
 def _sizes(
-    model: CostModel, axes: Axes, listing: Listing, global_batch_size: int, data_parallel: int
+    model: CostModel,
+    axes: Axes,
+    listing: Listing,
+    target: Target,
+    global_batch_size: int,
+    data_parallel: int,
 ) -> list[tuple[int, int]]:
     """(b, M) pairs of one replica."""
+
+    def refuse(microbatch_size: int | None) -> None:
+        violation = batch_violation(
+            target,
+            global_batch_size=global_batch_size,
+            data_parallel=data_parallel,
+            microbatch_size=microbatch_size,
+        )
+        assert violation is not None
+        _count(listing, violation)
+
     if global_batch_size % data_parallel:
-        _count(listing, Violation(
-            "global-batch-not-divisible",
-            f"the global batch ({global_batch_size}) must be a multiple of the data-parallel "
-            f"replicas ({data_parallel})",
-            f"use --global-batch-size {-(-global_batch_size // data_parallel) * data_parallel}, or "
-            "another --data-parallel",
-        ))  # fmt: skip
+        refuse(None)
         return []
     replica = global_batch_size // data_parallel
     if axes.microbatch_sizes is None:
@@ -203,14 +222,7 @@ def _sizes(
     pairs = []
     for b in axes.microbatch_sizes:
         if replica % b:
-            near = [d for d in range(1, replica + 1) if replica % d == 0]
-            nearest = sorted(sorted(near, key=lambda divisor: abs(divisor - b))[:2])
-            _count(listing, Violation(
-                "batch-not-divisible",
-                f"the batch of one replica ({replica}) must be a multiple of the micro-batch size "
-                f"({b})",
-                f"use --micro-batch-sizes {','.join(map(str, nearest))}",
-            ))  # fmt: skip
+            refuse(b)
         else:
             pairs.append((b, replica // b))
     return pairs
@@ -287,16 +299,6 @@ def _groups(
     if axes.microbatch_group_sizes is not None:
         return axes.microbatch_group_sizes
     return (default_group_size(schedule, num_ranks, num_microbatches),)
-
-
-def _not_divisible(layouts: _Layouts, num_ranks: int, num_chunks: int) -> Violation:
-    num_stages = num_ranks * num_chunks
-    return Violation(
-        "layers-not-divisible",
-        f"{layouts.num_layers} layers don't split evenly into {num_stages} stages ({num_ranks} "
-        f"ranks x {num_chunks} chunks)",
-        "use a number of stages that divides the layers, or a balanced layout",
-    )
 
 
 def _count(listing: Listing, violation: Violation) -> None:
