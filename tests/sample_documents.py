@@ -3,7 +3,7 @@
 import msgspec
 
 from pptune.estimate import Breakdown, Candidate, Estimate, PredictedPlan
-from pptune.explanation import Alternative
+from pptune.explain import explain
 from pptune.model import ModelSpec
 from pptune.plan import Plan, Schedule, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, Space
@@ -188,23 +188,7 @@ def sample_report() -> str:
     return report(
         plans,
         sample_profile(),
-        alternatives=sample_alternatives(),
+        explanation=explain(plans, sample_profile()),
         validation=sample_validation(),
         timelines=(predicted, measured),
-    )
-
-
-def sample_alternatives() -> tuple[Alternative, ...]:
-    """V = 1, 2, 4 at b = 1, 2, 4; the largest of both has no plan."""
-    return tuple(
-        Alternative(num_chunks=v, microbatch_size=b, plan=None, estimate=None, reason="M < P")
-        if (v, b) == (4, 4)
-        else Alternative(
-            num_chunks=v,
-            microbatch_size=b,
-            plan=INTERLEAVED,
-            estimate=sample_estimate(0.1 + 0.01 * abs(v - 2) + 0.005 * (b - 1)),
-        )
-        for v in (1, 2, 4)
-        for b in (1, 2, 4)
     )

@@ -448,6 +448,9 @@ def test_report_without_validation_says_so() -> None:
     plans = sample_plans()
     page = report(plans, synthetic_profile(num_layers=16))
     assert "Not validated yet" in page
+    second = report(plans, synthetic_profile(num_layers=16), rank=2)
+    assert "Number 2 in the ranking: 1f1b with one stage per rank" in second
+    assert "Blocks per stage, in stage order: 4x2 5 3." in second
     empty = msgspec.structs.replace(plans, candidates=(), baseline=None)
     assert "No plan is both legal and fits" in report(empty, synthetic_profile(num_layers=16))
 

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from pptune.curves import CurveFit, fit_curve, usable_points
-from pptune.estimate import Breakdown
+from pptune.estimate import Breakdown, Candidate
 from pptune.explanation import Alternative
 from pptune.plans_file import PlansFile
 from pptune.profiles import Layer, Link, Profile
@@ -220,9 +220,11 @@ def predicted_and_measured(validation: ValidationFile | None) -> Figure | None:
     return figure
 
 
-def memory_bars(plans: PlansFile, validation: ValidationFile | None) -> Figure | None:
-    """Peak memory by rank: the pick predicted and measured, the baseline, and the limit."""
-    peaks = _peaks(plans, validation)
+def memory_bars(
+    plans: PlansFile, chosen: Candidate | None, validation: ValidationFile | None
+) -> Figure | None:
+    """Peak memory by rank: the chosen plan predicted and measured, the baseline, the limit."""
+    peaks = _peaks(plans, chosen, validation)
     if not peaks:
         return None
     figure = _figure("peak memory (GiB)", "rank")
@@ -332,15 +334,14 @@ def _links_to_draw(links: Sequence[Link]) -> list[Link]:
 
 
 def _peaks(
-    plans: PlansFile, validation: ValidationFile | None
+    plans: PlansFile, chosen: Candidate | None, validation: ValidationFile | None
 ) -> list[tuple[str, tuple[int, ...]]]:
     found: list[tuple[str, tuple[int, ...] | None]] = []
-    if plans.candidates:
-        best = plans.candidates[0]
-        found.append(("pick, predicted", best.estimate.peak_memory_bytes))
+    if chosen is not None:
+        found.append(("this plan, predicted", chosen.estimate.peak_memory_bytes))
         runs = () if validation is None else validation.runs
-        found += [("pick, measured", run.peak_memory_bytes) for run in runs
-                  if run.plan == best.plan][:1]  # fmt: skip
+        measured = [run.peak_memory_bytes for run in runs if run.plan == chosen.plan]
+        found += [("this plan, measured", peaks) for peaks in measured[:1]]
     if plans.baseline is not None:
         found.append(("baseline, predicted", plans.baseline.estimate.peak_memory_bytes))
     return [(name, peaks) for name, peaks in found if peaks]

@@ -5,13 +5,15 @@ from html import escape
 
 import plotly.io
 
-from pptune.explanation import Alternative
+from pptune.estimate import Candidate
+from pptune.explanation import Explanation
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
 from pptune.profiles import Profile
 from pptune.units import format_ratio, format_seconds
 from pptune.validation_file import ValidationFile
 from pptune.views import figures
+from pptune.views.explanation import sentences
 from pptune.views.plans import layers_text, ranking, shown_label
 from pptune.views.report_text import CAPTIONS, GLOSSARY, NO_REQUESTS, STYLE
 from pptune.views.slices import Timeline
@@ -25,19 +27,22 @@ def report(
     plans: PlansFile,
     profile: Profile,
     *,
-    alternatives: Sequence[Alternative] = (),
+    rank: int = 1,
+    explanation: Explanation | None = None,
     validation: ValidationFile | None = None,
     timelines: Sequence[Timeline] = (),
 ) -> str:
-    """The whole page. `alternatives` (of an Explanation) make the heat map, `timelines` are drawn
-    under each other on one scale; figures without data are left out."""
+    """The whole page about the plan at `rank`. `timelines` are drawn under each other on one scale;
+    sections and figures without data are left out."""
     title = f"{plans.model.name}: pipeline plan for {plans.global_batch_size} sequences per step"
-    answer = "".join(f"<p>{escape(line)}</p>" for line in _answer(plans, validation))
+    answer = "".join(f"<p>{escape(line)}</p>" for line in _answer(plans, rank, validation))
     sections = [_section("Ranking", _table(ranking(plans)))]
     if validation is not None:
         sections.append(_section("Validation", _table(runs_sheet(validation))))
-    sections += _figures(plans, profile, alternatives, validation, timelines)
-    sections.append(_section("Assumptions", _list(_assumptions(plans, profile))))
+    if explanation is not None:
+        sections.append(_section("Why this plan", _list(sentences(explanation))))
+    sections += _figures(plans, rank, profile, explanation, validation, timelines)
+    sections.append(_section("Assumptions", _list(_assumptions(plans, rank, profile))))
     sections.append(_section("Glossary", _glossary()))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -50,33 +55,35 @@ def report(
     )
 
 
-def _answer(plans: PlansFile, validation: ValidationFile | None) -> Iterator[str]:
+def _answer(plans: PlansFile, rank: int, validation: ValidationFile | None) -> Iterator[str]:
     """The recommendation, its gain, and whether it was proven, in plain words."""
-    if not plans.candidates:
+    chosen = _candidate(plans, rank)
+    if chosen is None:
         yield "No plan is both legal and fits in memory."
         return
-    best = plans.candidates[0]
-    plan = best.plan
+    plan = chosen.plan
     held = "one stage" if plan.num_chunks == 1 else f"V = {plan.num_chunks} stages"
+    opening = "Use" if rank == 1 else f"Number {rank} in the ranking:"
     yield (
-        f"Use {plan.schedule} with {held} per rank, micro-batches of b = {plan.microbatch_size} "
-        f"and M = {plan.num_microbatches} micro-batches per step."
+        f"{opening} {plan.schedule} with {held} per rank, micro-batches of "
+        f"b = {plan.microbatch_size} and M = {plan.num_microbatches} micro-batches per step."
     )
     gain = ""
-    if best.speedup_over_baseline is not None and plans.baseline is not None:
+    if chosen.speedup_over_baseline is not None and plans.baseline is not None:
         gain = (
-            f", {best.speedup_over_baseline:.2f} times as fast as the baseline "
+            f", {chosen.speedup_over_baseline:.2f} times as fast as the baseline "
             f"{shown_label(plans.baseline.plan.label)} "
             f"({format_seconds(plans.baseline.estimate.step_time_s)})"
         )
-    yield f"Predicted step time: {format_seconds(best.estimate.step_time_s)}{gain}."
+    yield f"Predicted step time: {format_seconds(chosen.estimate.step_time_s)}{gain}."
     if len(set(plan.layers_per_stage)) > 1:
         yield f"Blocks per stage, in stage order: {layers_text(plan.layers_per_stage)}."
-    yield (
-        "By this cost model no plan in the space searched is faster."
-        if plans.proven_optimal
-        else "The space was sampled, not searched in full."
-    )
+    if rank == 1:
+        yield (
+            "By this cost model no plan in the space searched is faster."
+            if plans.proven_optimal
+            else "The space was sampled, not searched in full."
+        )
     yield _measured(plan, validation)
 
 
@@ -103,12 +110,14 @@ def _measured(plan: Plan, validation: ValidationFile | None) -> str:
 
 def _figures(
     plans: PlansFile,
+    rank: int,
     profile: Profile,
-    alternatives: Sequence[Alternative],
+    explanation: Explanation | None,
     validation: ValidationFile | None,
     timelines: Sequence[Timeline],
 ) -> list[str]:
     """A section per figure that has something to draw; the first carries the library."""
+    alternatives = () if explanation is None else explanation.alternatives
     end_s = max((timeline.end_s for timeline in timelines), default=0.0)
     drawn: list[tuple[str, str, figures.Figure | None]] = [
         ("step-time", "Step time over V and b", figures.step_time_map(alternatives)),
@@ -119,7 +128,8 @@ def _figures(
              figures.timeline_bars(item, end_s=end_s))
             for item in timelines
         ),
-        ("memory", "Memory by rank", figures.memory_bars(plans, validation)),
+        ("memory", "Memory by rank",
+         figures.memory_bars(plans, _candidate(plans, rank), validation)),
         ("layer-times", "Time of a block over b", figures.layer_curve(profile)),
         ("links", "Links", figures.link_curves(profile)),
         ("pareto", "Step time against memory", figures.time_and_memory(plans)),
@@ -140,15 +150,20 @@ def _figures(
     return sections
 
 
-def _assumptions(plans: PlansFile, profile: Profile) -> list[str]:
+def _candidate(plans: PlansFile, rank: int) -> Candidate | None:
+    return next((row for row in plans.candidates if row.rank == rank), None)
+
+
+def _assumptions(plans: PlansFile, rank: int, profile: Profile) -> list[str]:
     machine = profile.machine
     lines = [
         f"Measured on {machine.description}; {profile.dtype}, {profile.seq_len} tokens per "
         f"sequence, {profile.num_ranks} ranks.",
         f"Rules and overlap of {plans.target}.",
     ]
-    if plans.candidates:
-        lines += plans.candidates[0].estimate.assumptions
+    chosen = _candidate(plans, rank)
+    if chosen is not None:
+        lines += chosen.estimate.assumptions
     return [*lines, *plans.warnings, *profile.warnings]
 
 
