@@ -63,7 +63,7 @@ def ranking(plans: PlansFile) -> Sheet:
 
 def space_sheet(space: Space) -> Sheet:
     """What a search would look at, counted: a row per rule that some plans break."""
-    rows = [
+    rows: list[tuple[str, str | None, int]] = [
         ("legal", None, space.num_legal),
         ("legal, but does not fit", None, space.num_infeasible),
     ]
