@@ -26,7 +26,7 @@ from pptune.targets import illegal, parse_target
 _TORCH = parse_target("torch")
 _SETTING = Setting(target=_TORCH)
 
-_MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 2, 12, 3
+_MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
 
 _MAX_EXTRA_S = 10e-3
 """No runtime needs more than this per action; the search for the last correction ends there."""

@@ -22,13 +22,14 @@ from pptune.estimate import Infeasible, PredictedPlan
 from pptune.plan import Plan
 from pptune.plan_runs import Ranks, RunPlan, replayed_times, runner
 from pptune.plans_file import PlansFile
-from pptune.profiles import Profile
+from pptune.profiles import Link, Profile
 from pptune.rounds import Entry, Rounds, run_rounds
 from pptune.simple_models import simple_models
 from pptune.targets import parse_target
 from pptune.validation_file import Run, ValidationFile
 from pptune.verdict import summarise
 
+_LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
 """For the runs that measure a replay's overheads."""
 
@@ -84,6 +85,7 @@ def validate(
                 ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s,
                 stage_times=replayed_times(profile),
             )  # fmt: skip
+            profile = with_own_links(profile, entries, ranks, watch)
             profile, entries = rehearsed(profile, entries, run, watch)
         else:
             run = runner(ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s)
@@ -169,6 +171,23 @@ def resumed_runs(previous: ValidationFile | None, request: Request, digest: str)
             "plans file, or another --output"
         )
     return previous.runs
+
+
+def with_own_links(
+    profile: Profile, entries: Sequence[Entry], ranks: Ranks, watch: Watch
+) -> Profile:
+    """The profile with the links between the processes that replay, which are not the profiled
+    machine's. The median link stands for all where plans differ in P."""
+    sizes = sorted({entry.plan.num_ranks for entry in entries if entry.plan.num_ranks > 1})
+    if not sizes:
+        return profile
+    watch.on_visit(0, 1, "measuring the links between the replaying processes")
+    answer = ranks.group(sizes[-1]).run(
+        "measure_links", {"max_noise": _LINK_NOISE, "budget_s": _LINK_BUDGET_S}
+    )[0]
+    return msgspec.structs.replace(
+        profile, links=msgspec.convert(answer["links"], tuple[Link, ...])
+    )
 
 
 def rehearsed(
