@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pptune.errors import PlanError, UsageError
 from pptune.model import ModelSpec
@@ -150,6 +152,43 @@ def test_every_legal_plan_is_read_back_as_itself(target: str) -> None:
     assert num_legal >= 5
 
 
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    stages = ranks * chunks
+    microbatches = draw(st.integers(1, 12))
+    interleaved = chunks > 1
+    return make(
+        "interleaved" if interleaved else draw(st.sampled_from(("1f1b", "gpipe"))),
+        tuple(draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))),
+        ranks,
+        microbatches,
+        size=draw(st.integers(1, 3)),
+        data=draw(st.integers(1, 3)),
+        group=draw(st.none() | st.integers(1, microbatches)) if interleaved else None,
+        recompute=draw(st.sampled_from(("none", "full"))),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(plan=plans(), tensor=st.sampled_from((1, 2)), zero=st.sampled_from((0, 1)))
+def test_any_plan_is_written_whole_or_refused(plan: Plan, tensor: int, zero: int) -> None:
+    """Conservation: no exporter loses a layer, a stage or a micro-batch."""
+    for name in EXPORTERS:
+        target = parse_target(name)
+        options = {"zero": zero, "tensor_parallel": 1 if target.name == "torch" else tensor}
+        if illegal(plan, target, model=model(plan.num_layers), **options) is not None:
+            with pytest.raises(PlanError):
+                exported(plan, name, **options)
+            continue
+        files = exported(plan, name, **options)
+        written = reread(files, target, num_layers=plan.num_layers)
+        check_written(plan, written)
+        assert written.num_microbatches * written.microbatch_size * written.data_parallel == (
+            plan.global_batch_size
+        )
+
+
 MUTATIONS = [
     ("torch", "NUM_MICROBATCHES = 8", "NUM_MICROBATCHES = 4"),
     ("torch", "LAYERS_PER_STAGE = (4, 4, 4, 4)", "LAYERS_PER_STAGE = (4, 4, 3, 5)"),
@@ -258,14 +297,14 @@ class TestOneePlanForAll:
         assert single["comm_overlap.batch_p2p_comm"] == "true"
 
     def test_torchtitan_release(self) -> None:
-        settings = tomllib.loads(text(EXAMPLE, "torchtitan"))
-        parallelism, training = settings["parallelism"], settings["training"]
+        config = tomllib.loads(text(EXAMPLE, "torchtitan"))
+        parallelism, training = config["parallelism"], config["training"]
         assert parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
         assert parallelism["pipeline_parallel_layers_per_stage"] == 5
         assert parallelism["pipeline_parallel_microbatch_size"] == 1
         assert training["local_batch_size"] == 16
         assert training["global_batch_size"] == 32
-        assert settings["activation_checkpoint"]["mode"] == "none"
+        assert config["activation_checkpoint"]["mode"] == "none"
 
     def test_torchtitan_main(self) -> None:
         config = SimpleNamespace(
@@ -423,9 +462,9 @@ def test_torchtitan_lists_modules_where_its_own_split_differs() -> None:
 
 
 def test_torchtitan_without_a_pipeline_accumulates() -> None:
-    settings = tomllib.loads(text(make("1f1b", (12,), 1, 8, size=4, data=2), "torchtitan"))
-    assert settings["training"]["local_batch_size"] == 4
-    assert settings["training"]["global_batch_size"] == 64
+    config = tomllib.loads(text(make("1f1b", (12,), 1, 8, size=4, data=2), "torchtitan"))
+    assert config["training"]["local_batch_size"] == 4
+    assert config["training"]["global_batch_size"] == 64
 
 
 def test_torchtitan_gets_a_loaded_order() -> None:

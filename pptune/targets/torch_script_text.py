@@ -175,7 +175,9 @@ def main() -> None:
     ]
     schedule = build_schedule(stages)
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
-    optimizer = build_optimizer(parameters, mesh.get_group("data"), options.learning_rate)
+    optimizer = None  # a rank whose only stage is empty has nothing to optimize
+    if parameters:
+        optimizer = build_optimizer(parameters, mesh.get_group("data"), options.learning_rate)
 
     torch.manual_seed(replica)
     inputs, targets = example_batch(MICROBATCH_SIZE * NUM_MICROBATCHES)
@@ -190,8 +192,9 @@ def main() -> None:
         )
         if DATA_PARALLEL > 1:
             average_over_replicas(parameters, mesh.get_group("data"))
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         if losses and replica == 0:
             print(f"step {step} loss {torch.stack(losses).mean().item():.4f}", flush=True)
     dist.destroy_process_group()
