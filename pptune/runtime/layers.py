@@ -23,7 +23,7 @@ import torch
 from pptune.errors import RankFailure, UsageError
 from pptune.measurement import Measurement, drift_warning
 from pptune.model import ModelSpec
-from pptune.profiles import Layer, Reference
+from pptune.profiles import Layer, MemoryModel, Reference, StepConstants
 from pptune.runtime import headroom
 from pptune.runtime.bench import Bench
 from pptune.runtime.chunks import is_out_of_memory
@@ -38,6 +38,7 @@ from pptune.runtime.layer_points import (
 )
 from pptune.runtime.load import Load, load_now, load_warnings
 from pptune.runtime.reference import ReferenceProduct
+from pptune.runtime.update import measure_update
 from pptune.units import format_bytes
 
 _REFERENCES_PER_ROUND = 4
@@ -53,6 +54,8 @@ class LayerMeasurement:
     layers: tuple[Layer, ...]
     """Embedding, block, head."""
     reference: Reference
+    step_constants: StepConstants
+    memory: MemoryModel
     layer_source: str
     """Whose layers were measured."""
     warnings: tuple[str, ...]
@@ -181,10 +184,17 @@ class _Run:
     loads: list[Load] = field(default_factory=list)
     num_rounds: int = 0
     product: ReferenceProduct = field(init=False)
+    step_constants: StepConstants = field(init=False)
+    memory: MemoryModel = field(init=False)
     _load_before: Load = field(init=False)
 
     def __post_init__(self) -> None:
         self.product = ReferenceProduct(self.bench.device)
+        self.doing("timing the optimizer")
+        block = list(self.bench.modules["block"].parameters())
+        self.step_constants, self.memory = measure_update(
+            block, self.bench.parameters(), self.bench.device
+        )
 
     def warm_up(self, at_least_s: float) -> None:
         """Untimed rounds; then how often to draw each chunk, the same on every rank."""
@@ -280,6 +290,8 @@ class _Run:
         return LayerMeasurement(
             layers=layers,
             reference=self._reference(),
+            step_constants=self.step_constants,
+            memory=self.memory,
             layer_source=self.bench.layer_source,
             warnings=(
                 *sample_warnings(self.samples, units=units, max_noise=self.max_noise),
