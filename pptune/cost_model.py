@@ -23,6 +23,7 @@ from pptune.memory import (
     activation_memory,
     peak_bytes,
     peak_memory,
+    peak_range,
     per_rank,
     rank_parameter_bytes,
     static_memory,
@@ -84,7 +85,6 @@ class Evaluation:
     step_time_s: float
     simulation: Simulation
     inputs: Inputs
-    peak_memory_bytes: Floats | None
 
 
 class CostModel:
@@ -108,7 +108,7 @@ class CostModel:
         A plan that does not fit in memory has an estimate, with `fits` "no".
         """
         try:
-            return self._estimate(self.evaluate(plan), plan)
+            return self._estimate(self.evaluate(plan), self.peak_bytes(plan), plan)
         except MissingNumber as error:
             return Infeasible(rule=error.rule, reason=str(error))
 
@@ -121,7 +121,6 @@ class CostModel:
             step_time_s=simulation.step_time_s + float(inputs.constant_s.max()),
             simulation=simulation,
             inputs=inputs,
-            peak_memory_bytes=self.peak_bytes(plan),
         )
 
     def simulation(self, plan: Plan, *, spans: bool = True) -> Simulation:
@@ -182,6 +181,21 @@ class CostModel:
             activation=inputs.activation,
             executor=inputs.executor,
         )
+
+    def surely_fits(self, plan: Plan) -> bool | None:
+        """Whether the plan fits, where that can be told without its order; else None."""
+        inputs, limit = self.inputs(plan), self.memory_limit_bytes
+        if inputs.static is None or inputs.activation is None or limit is None:
+            return True
+        found = peak_range(
+            plan, static=inputs.static, activation=inputs.activation, executor=inputs.executor
+        )
+        if found is None:
+            return None
+        low, high = found
+        if float(high.max()) <= limit:
+            return True
+        return False if float(low.max()) > limit else None
 
     @property
     def knows_memory(self) -> bool:
@@ -325,10 +339,9 @@ class CostModel:
                 ]
         return None, [f"the overhead per action of {executor} was not measured: counted as 0"]
 
-    def _estimate(self, evaluation: Evaluation, plan: Plan) -> Estimate:
+    def _estimate(self, evaluation: Evaluation, peaks: Floats | None, plan: Plan) -> Estimate:
         simulation, inputs = evaluation.simulation, evaluation.inputs
         step_time_s = evaluation.step_time_s
-        peaks = evaluation.peak_memory_bytes
         costs = inputs.costs
         assert costs.backward_s is not None
         work_s = plan.num_microbatches * per_rank(plan, costs.forward_s + costs.backward_s)

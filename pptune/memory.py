@@ -121,6 +121,51 @@ def peak_bytes(
     return total
 
 
+def peak_range(
+    plan: Plan, *, static: StaticMemory, activation: ActivationMemory, executor: Executor
+) -> tuple[Floats, Floats] | None:
+    """Bytes of every rank between which its peak lies, without an order; None where no count is
+    known.
+
+    At its peak a rank holds `in_flight_count` stage-micro-batches, at most M of each stage: at
+    least the smallest ones, at most the largest ones.
+    """
+    counts = in_flight_count(plan)
+    if counts is None:
+        return None
+    held = np.sort(
+        per_stage_bytes(plan, activation).reshape(plan.num_chunks, plan.num_ranks), axis=0
+    )
+    each = np.arange(plan.num_chunks)[:, None] * plan.num_microbatches
+    taken = np.clip(counts - each, 0, plan.num_microbatches)
+    low, high = (taken * held).sum(axis=0), (taken * held[::-1]).sum(axis=0)
+    rest = static.total + activation.recompute
+    rest += kept_messages(plan, executor) * activation.message
+    rest[-1] += activation.logits
+    return low + rest, high + rest
+
+
+def in_flight_count(plan: Plan) -> NDArray[np.int64] | None:
+    """Stage-micro-batches that each rank holds at its peak, int64[num_ranks], where a closed form
+    is known.
+
+    1F1B: arXiv 2104.04473, sec. 2.2.1. Interleaved: warm-up plus one, Megatron-LM, core/
+    pipeline_parallel/schedules.py.
+    """
+    behind = np.arange(plan.num_ranks - 1, -1, -1)
+    most = plan.num_microbatches * plan.num_chunks
+    match plan.schedule:
+        case "gpipe" | "looped-bfs":
+            return np.full(plan.num_ranks, most)
+        case "1f1b":
+            return np.minimum(behind + 1, most)
+        case "interleaved" if plan.microbatch_group_size is not None:
+            group = plan.microbatch_group_size
+            return np.minimum((plan.num_chunks - 1) * group + 2 * behind + 1, most)
+        case _:
+            return None
+
+
 def static_memory(plan: Plan, profile: Profile, *, zero_stage: int = 0) -> StaticMemory | None:
     """Weights, gradients and optimizer state, or None where parameter sizes are unknown.
 
@@ -199,9 +244,14 @@ def kept_messages(plan: Plan, executor: Executor) -> int:
             return 4
 
 
-def _held_bytes(plan: Plan, order: Order, activation: ActivationMemory) -> Floats:
-    """Most bytes that autograd and kept outputs hold at once on each rank."""
+def per_stage_bytes(plan: Plan, activation: ActivationMemory) -> Floats:
+    """What autograd and kept outputs hold of one micro-batch on each stage, float64[num_stages]."""
     stages = np.array(plan.layers_per_stage, dtype=np.float64) * activation.block
     stages[0] += activation.embedding
     stages[-1] += activation.head + activation.logits
-    return peak_in_flight_bytes(order, stages)
+    return stages
+
+
+def _held_bytes(plan: Plan, order: Order, activation: ActivationMemory) -> Floats:
+    """Most bytes that autograd and kept outputs hold at once on each rank."""
+    return peak_in_flight_bytes(order, per_stage_bytes(plan, activation))

@@ -40,6 +40,7 @@ class Scores:
         """False where the plan is known not to fit."""
         self.missing: Counter[str] = Counter()
         self.missing_reasons: dict[str, str] = {}
+        self._judged = np.zeros(len(plans), dtype=np.bool_)
         self._sized = np.zeros(len(plans), dtype=np.bool_)
         for index, plan in enumerate(plans):
             try:
@@ -61,11 +62,19 @@ class Scores:
         """Plans known not to fit in memory."""
         return int(np.count_nonzero(~self.fits))
 
+    def judge(self, index: int) -> bool:
+        """Whether the plan fits (or is not known not to); its peak is left open where it can be."""
+        if not self._judged[index]:
+            fits = self.model.surely_fits(self.plans[index])
+            self.fits[index] = self.size(index) if fits is None else fits
+            self._judged[index] = True
+        return bool(self.fits[index])
+
     def size(self, index: int) -> bool:
         """Find the plan's peak memory; whether it fits (or is not known not to)."""
         if not self._sized[index]:
             peaks = self.model.peak_bytes(self.plans[index])
-            self._sized[index] = True
+            self._sized[index] = self._judged[index] = True
             if peaks is not None:
                 self.peak_bytes[index] = peaks.max()
             self.fits[index] = self.model.fits(peaks) != "no"
@@ -92,7 +101,7 @@ class Scores:
         """The `top` fastest of the plans at `indices` that fit, best first.
 
         `indices` come with ascending bounds. Once `top` plans are faster than the next bound, no
-        later plan can be among them: it is only sized, so that what does not fit is counted.
+        later plan can be among them: it is only judged, so that what does not fit is counted.
         Raises OutOfTime past the deadline (time.monotonic).
         """
         best: list[tuple[float, int]] = []  # a heap of (-step time, -index): the slowest on top
@@ -103,7 +112,7 @@ class Scores:
             hopeless = len(best) == top and self.bound_s[index] >= -best[0][0]
             if hopeless and not self.model.limits_memory:
                 break
-            if not self.size(index) or hopeless:
+            if not self.judge(index) or hopeless:
                 continue
             entry = (-self.play(index), -index)
             if len(best) < top:

@@ -131,7 +131,7 @@ def count_plans(profile: Profile, setting: Setting, request: Request) -> Space:
     scores = Scores(model, listing.plans)
     if model.limits_memory:
         for index in scores.known:
-            scores.size(int(index))
+            scores.judge(int(index))
     return _space(question.axes, listing, scores, Counter())
 
 
@@ -282,7 +282,7 @@ def _promising(scores: Scores, num_wanted: int) -> list[int]:
     for position, index in enumerate(map(int, scores.known)):
         if len(found) == num_wanted:
             break
-        if scores.size(index):
+        if scores.judge(index):
             found.append(position)
     return found
 

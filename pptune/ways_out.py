@@ -31,11 +31,14 @@ def nothing_fits(
     """
     limit = model.memory_limit_bytes
     assert limit is not None
-    leanest = min(map(int, scores.known), key=lambda index: float(scores.peak_bytes[index]))
+    known = list(map(int, scores.known))
+    for index in known:
+        scores.size(index)
+    leanest = min(known, key=lambda index: float(scores.peak_bytes[index]))
     plan = scores.plans[leanest]
     peaks = model.peak_bytes(plan)
     assert peaks is not None
-    lines = [f"none of {len(scores.known)} legal plans fits in {format_bytes(limit)} per rank; "
+    lines = [f"none of {len(known)} legal plans fits in {format_bytes(limit)} per rank; "
              f"the leanest is {plan.label}:"]  # fmt: skip
     over = [(rank, float(peak)) for rank, peak in enumerate(peaks) if peak > limit]
     lines += [

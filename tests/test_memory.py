@@ -1,11 +1,13 @@
 """Peak bytes per rank: in-flight counts in closed form, and what each runtime keeps."""
 
+import random
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from pptune.cost_model import CostModel, Setting
-from pptune.memory import MemoryParts
+from pptune.memory import MemoryParts, peak_range
 from pptune.plan import Plan, make_plan
 from pptune.profiles import MemoryModel, Profile
 from pptune.targets import parse_target
@@ -77,6 +79,50 @@ def test_the_activation_factor_of_interleaving_is_the_papers() -> None:
     interleaved = parts(sized_profile(), plan(8, 2, 16))
     factor = float(interleaved.activations[0] / plain.activations[0])
     assert factor == pytest.approx(1 + 7 / 16)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_peak_lies_in_its_range(seed: int) -> None:
+    draw = random.Random(seed)
+    v = draw.choice([1, 1, 2, 3])
+    p = draw.randint(1 if v == 1 else 2, 5)
+    m = p * draw.randint(1, 5)
+    profile = sized_profile(
+        p * v + 5,
+        end_parameter_bytes=draw.randint(0, 300) * KIB,
+        end_activation_bytes=draw.randint(0, 50) * KIB,
+    )
+    layers = [1] * (p * v)
+    for _ in range(5):
+        layers[draw.randrange(p * v)] += 1
+    wanted = make_plan(
+        schedule=draw.choice(["gpipe", "1f1b"]) if v == 1 else "interleaved",  # type: ignore[arg-type]
+        num_ranks=p,
+        num_chunks=v,
+        microbatch_size=1,
+        num_microbatches=m,
+        layers_per_stage=tuple(layers),
+        microbatch_group_size=None if v == 1 else draw.randint(p, m),
+    )
+    model = CostModel(profile, Setting(target=parse_target("torch")))
+    inputs, peaks = model.inputs(wanted), model.peak_bytes(wanted)
+    assert inputs.static is not None
+    assert inputs.activation is not None
+    assert peaks is not None
+    found = peak_range(
+        wanted, static=inputs.static, activation=inputs.activation, executor=inputs.executor
+    )
+    assert found is not None
+    low, high = found
+    assert (low <= peaks * (1 + 1e-12)).all()
+    assert (peaks <= high * (1 + 1e-12)).all()
+    if v == 1:
+        np.testing.assert_allclose(low, high)
+    for limit in (float(peaks.max()) * factor for factor in (0.5, 0.99, 1.01, 2.0)):
+        setting = Setting(target=parse_target("torch"), memory_limit_bytes=round(limit))
+        limited = CostModel(profile, setting)
+        fits = limited.surely_fits(wanted)
+        assert fits is None or fits == (limited.fits(peaks) != "no")
 
 
 def test_parts_sum_to_the_estimated_peak_and_every_rank_has_its_own_row() -> None:
