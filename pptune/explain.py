@@ -5,19 +5,21 @@ Every counterfactual is played by the same cost model as the search, with one th
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace as replaced
+
 from pptune.alternatives import Question, by_step_time, list_alternatives
 from pptune.cost_model import CostModel, Setting
 from pptune.curves import fit_curve, layer_times, usable_points
 from pptune.errors import NoAnswer, UsageError
-from pptune.estimate import Candidate
+from pptune.estimate import Candidate, Estimate
 from pptune.explanation import Alternative, Explanation, Rival, SizeRow, StepShare
-from pptune.losses import head_loss, parts_s, step_share
+from pptune.losses import equal_stages_bubble_ratio, head_loss, parts_s, step_share
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
 from pptune.profiles import Profile
 from pptune.space import Axes
 from pptune.targets import parse_target
-from pptune.turning_points import break_even_bandwidth, chunk_ranges
+from pptune.turning_points import at_microbatches, break_even_bandwidth, chunk_ranges
 from pptune.uncertainty import World, confidence, sensitivities
 
 MAX_CONTENDERS = 8
@@ -75,7 +77,7 @@ def explain(
         shares=tuple(_shares(plans, candidate, model)),
         alternatives=alternatives,
         rivals=rivals,
-        sizes=_sizes(pick, alternatives),
+        sizes=_sizes(question, pick, alternatives),
         chunk_ranges=chunk_ranges(question, pick, _chunks_to_compare(pick, rivals)),
         bandwidth=break_even_bandwidth(world, alternatives),
         knee_microbatch_size=_knee(profile),
@@ -100,8 +102,8 @@ def _held_fixed(global_batch_size: int, pick: Plan) -> str:
     share = "b" if pick.data_parallel == 1 else f"(b x {pick.data_parallel} replicas)"
     return (
         f"The global batch is held fixed at {global_batch_size} sequences per step: "
-        f"M = {global_batch_size} / {share}, so that a larger b leaves fewer micro-batches and a "
-        "larger share of bubble."
+        f"M = {global_batch_size} / {share}, so that a larger b leaves fewer micro-batches and, "
+        "with equal stages, a larger share of bubble."
     )
 
 
@@ -192,18 +194,28 @@ def _rival(
     )
 
 
-def _sizes(pick: Plan, alternatives: Sequence[Alternative]) -> tuple[SizeRow, ...]:
-    """The pick's V at every b."""
-    return tuple(
-        SizeRow(
-            microbatch_size=row.microbatch_size,
-            num_microbatches=row.plan.num_microbatches,
-            step_time_s=row.estimate.step_time_s,
-            bubble_ratio=row.estimate.bubble_ratio,
-        )
-        for row in alternatives
-        if row.num_chunks == pick.num_chunks and row.plan is not None and row.estimate is not None
-    )
+def _sizes(
+    question: Question, pick: Plan, alternatives: Sequence[Alternative]
+) -> tuple[SizeRow, ...]:
+    """The pick at every b of the alternatives: its schedule, V and layers stay, M follows b."""
+    replica = pick.microbatch_size * pick.num_microbatches
+    rows = []
+    for size in sorted({row.microbatch_size for row in alternatives}):
+        plan = pick
+        if size != pick.microbatch_size:
+            plan = at_microbatches(replaced(pick, microbatch_size=size), replica // size)
+        estimate = question.model.estimate(plan)
+        if isinstance(estimate, Estimate) and question.is_legal(plan):
+            rows.append(
+                SizeRow(
+                    microbatch_size=size,
+                    num_microbatches=plan.num_microbatches,
+                    step_time_s=estimate.step_time_s,
+                    bubble_ratio=estimate.bubble_ratio,
+                    equal_stages_bubble_ratio=equal_stages_bubble_ratio(question.model, plan),
+                )
+            )
+    return tuple(rows)
 
 
 def _chunks_to_compare(pick: Plan, rivals: Sequence[Rival]) -> tuple[int, ...]:

@@ -66,12 +66,14 @@ class ChunkRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The pick's V at another b, with the global batch held fixed."""
+    """The pick with another b; the global batch is held fixed, and schedule, V and layers stay."""
 
     microbatch_size: int
     num_microbatches: int
     step_time_s: float
     bubble_ratio: float
+    equal_stages_bubble_ratio: float
+    """The same with all stages taking the same time: what b alone does to the bubble."""
 
 
 class Bandwidth(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,13 @@ def head_loss(model: CostModel, plan: Plan) -> HeadLoss | None:
     )
 
 
+def equal_stages_bubble_ratio(model: CostModel, plan: Plan) -> float:
+    """Idle / total over all ranks if every stage took the same time."""
+    inputs = model.inputs(plan)
+    played = simulate(model.order(plan), levelled(inputs.costs), inputs.executor)
+    return float(played.bubble_s.sum()) / (plan.num_ranks * played.step_time_s)
+
+
 def levelled(costs: Costs) -> Costs:
     """The same work with every stage taking the same time."""
     return _with_stages(costs, lambda _, seconds: np.full(len(seconds), seconds.mean()))

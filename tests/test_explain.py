@@ -162,10 +162,25 @@ def test_bubble_grows_with_b_at_a_fixed_global_batch() -> None:
     assert [row.num_microbatches for row in explanation.sizes] == [32, 16, 8]
     assert bubbles == sorted(bubbles)
     assert len(set(bubbles)) == 3
+    assert [row.equal_stages_bubble_ratio for row in explanation.sizes] == pytest.approx(bubbles)
     assert "global batch is held fixed at 32" in explanation.held_fixed
     assert f"With b held fixed at {explanation.shares[0].plan.microbatch_size}," in told(
         explanation
     )
+
+
+def test_what_b_does_to_the_bubble_is_told_apart_from_uneven_stages() -> None:
+    # The head's share of its stage changes with b, so that the bubble of an uneven plan can fall
+    # with b; with equal stages it is (P - 1) / (V M + P - 1) and cannot.
+    profile = synthetic_profile(
+        num_layers=16, head=lambda b: (4e-3, 8e-3), sizes=(1, 2, 4), num_ranks=4
+    )
+    plans = searched(profile, 16, 4, num_chunks=(1,), layouts=("even",))
+    rows = explain(plans, profile).sizes
+    assert [row.equal_stages_bubble_ratio for row in rows] == pytest.approx(
+        [3 / (m + 3) for m in (16, 8, 4)]
+    )
+    assert rows[0].bubble_ratio > rows[1].bubble_ratio
 
 
 def test_dispatch_overhead_is_seen_and_more_microbatches_are_no_win() -> None:

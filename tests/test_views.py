@@ -47,15 +47,15 @@ toy: plans for 8 sequences per step on torch
 1     interleaved  2  1  8  4  2x8      100.0    1.100x   12.5%    4.000     5.000  400 MiB  yes           10,240
 2     1f1b         1  1  8  -  4x2 5 3  101.2    1.087x   12.5%    4.048     5.060  400 MiB  borderline    10,240
 base  1f1b         1  2  4  -  4x4      110.0    1.000x   12.5%    4.400     5.500  400 MiB  yes           10,240
-Global batch held fixed at 8 sequences: M = global batch / (b x D), so a larger b means fewer micro-batches.
-All 12 legal plans were evaluated or excluded by a proven bound: rank 1 is optimal for the cost model.
-Illegal on torch: layers 5, rounds 3.
-Legal but infeasible: 2 (do not fit in memory).
-Why the others lost to rank 1: more overhead 7, more bubble 4.
-Speed-up is over the baseline (base), 1f1b P4 V1 b2 M4.
-bubble: idle / total time over all ranks; exposed, overhead: of the slowest rank; memory: peak of the fullest rank;
-layers: blocks per stage, 2x8 is 2 on each of 8.
-warning: machine [busy]"""  # noqa: E501
+* Global batch held fixed at 8 sequences: M = global batch / (b x D), so a larger b means fewer micro-batches.
+* All 12 legal plans were evaluated or excluded by a proven bound: rank 1 is optimal for the cost model.
+* Illegal on torch: layers 5, rounds 3.
+* Legal but infeasible: 2 (do not fit in memory).
+* Why the others lost to rank 1: more overhead 7, more bubble 4.
+* Speed-up is over the baseline (base), 1f1b P4 V1 b2 M4.
+* bubble: idle / total time over all ranks; exposed, overhead: of the slowest rank; memory: peak of the fullest rank;
+  layers: blocks per stage, 2x8 is 2 on each of 8.
+* warning: machine [busy]"""  # noqa: E501
     )
 
 
@@ -85,12 +85,12 @@ run  schedule     V  b  M         ms        ms  error     +-  predicted  measure
   2  1f1b         1  1  8      101.2         -      -      -    400 MiB         -           oom
   3  1f1b         1  2  4      110.0     112.0  -1.8%   1.2%    400 MiB   390 MiB  base     ok
 not shown at this width: N, layers, steps, reason
-Run 2 failed (oom): rank 3 ran out of memory in step 2.
-Winner: interleaved P4 V2 b1 M8 N4.
-Measured speed-up over the baseline: 1.077x.
-The measured order is the predicted one.
-Mean error 2.8%, largest 3.8% (noise floor 1.1%).
-Rank correlation of predicted and measured: 1.00."""
+* Run 2 failed (oom): rank 3 ran out of memory in step 2.
+* Winner: interleaved P4 V2 b1 M8 N4.
+* Measured speed-up over the baseline: 1.077x.
+* The measured order is the predicted one.
+* Mean error 2.8%, largest 3.8% (noise floor 1.1%).
+* Rank correlation of predicted and measured: 1.00."""
     )
 
 

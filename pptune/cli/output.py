@@ -12,9 +12,11 @@ from pptune.views.tables import Sheet, as_csv, as_markdown, make_console
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and sentences for people."""
+    """Print tables and sentences for people, a blank line between them."""
     console = make_console()
-    for part in parts:
+    for index, part in enumerate(parts):
+        if index:
+            console.print()
         console.print(part)
 
 

@@ -256,15 +256,22 @@ def _sizes_sheet(explanation: Explanation) -> Sheet:
     pick = explanation.shares[0].plan
     rows = explanation.sizes
     return Sheet(
-        title=f"b at V = {pick.num_chunks}, global batch held fixed",
+        title="This plan at other b: the global batch is held fixed, V and the layers stay",
         columns=(
             Column(key="microbatch_size", title="b"),
             Column(key="num_microbatches", title="M"),
             time_column("step_time_s", "step", [row.step_time_s for row in rows]),
             ratio_column("bubble_ratio", "bubble"),
+            ratio_column("equal_stages_bubble_ratio", "with equal stages", priority=1),
         ),
         rows=tuple(
-            (row.microbatch_size, row.num_microbatches, row.step_time_s, row.bubble_ratio)
+            (
+                row.microbatch_size,
+                row.num_microbatches,
+                row.step_time_s,
+                row.bubble_ratio,
+                row.equal_stages_bubble_ratio,
+            )
             for row in rows
         ),
         strong_rows=frozenset(

@@ -22,6 +22,8 @@ from pptune.units import format_bytes, format_ratio, format_seconds, seconds_uni
 UNKNOWN = "-"
 """What a terminal or Markdown cell shows where there is no number; CSV leaves it empty."""
 
+BULLET = "*"
+
 COLUMN_GAP = 2
 """Spaces between two columns of a terminal table."""
 
@@ -67,8 +69,8 @@ class Sheet:
         if hidden:
             names = ", ".join(column.title for column in hidden)
             yield Text(f"not shown at this width: {names}", style="dim")
-        for note in self.notes:
-            yield Text(note)
+        if self.notes:
+            yield _bullets(self.notes)
 
 
 def make_console(stream: TextIO | None = None, *, width: int | None = None) -> Console:
@@ -111,7 +113,7 @@ def as_markdown(sheet: Sheet) -> str:
         for row in sheet.rows:
             lines.append(_pipe_row(cell_text(sheet.columns[i], row[i]) for i in listed))
         lines.append("")
-    lines += [f"* {note}" for note in sheet.notes]
+    lines += [f"{BULLET} {note}" for note in sheet.notes]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -216,6 +218,13 @@ def _column_width(sheet: Sheet, index: int) -> int:
     column = sheet.columns[index]
     cells = (cell_text(column, row[index]) for row in sheet.rows)
     return max(map(len, [*column.title.split(), *cells]), default=0)
+
+
+def _bullets(notes: Iterable[str]) -> Table:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for note in notes:
+        grid.add_row(BULLET, Text(note))
+    return grid
 
 
 def _rich_table(sheet: Sheet, shown: Sequence[int], width: int) -> Table:
