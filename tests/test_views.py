@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from pptune.profiles import Overhead
 from pptune.schedules import generate
 from pptune.simulator import Costs, simulate
 from pptune.validation_file import RecordedAction, Summary
+from pptune.views.doctor import doctor_sheets
 from pptune.views.html import report
 from pptune.views.plans import estimate_sheet, layers_text, ranking, shown_label, space_sheet
 from pptune.views.profile import profile_sheets, throughput_sheet
@@ -205,6 +207,25 @@ def test_a_dry_run_counts_the_space() -> None:
         ["illegal", "layers", "5"], ["illegal", "rounds", "3"],
     ]  # fmt: skip
     assert shown.endswith("num_chunks: 1, 2")
+
+
+def test_a_machine_and_its_problems_are_told() -> None:
+    diagnosis = SimpleNamespace(
+        host="node7", versions={"torch": "2.13.0"}, packages={"transformers": None}, cores=2,
+        devices=(
+            SimpleNamespace(name="H200", memory_bytes=2**37, peak_bfloat16_flops_per_s=989.5e12),
+        ),
+        backends=("gloo",), environment={"OMP_NUM_THREADS": "1"}, cache_folder="/cache",
+        cache_is_writable=False, problems=("the cache cannot be written",),
+    )  # fmt: skip
+    sheets = doctor_sheets(diagnosis, links=(uniform_link(1e-5, 1e9),), exchange="ok")  # type: ignore[arg-type]
+    shown = "\n".join(rendered(sheet, 80) for sheet in sheets)
+    for line in (
+        "H200, 128 GiB, 990 TFLOP/s bfloat16, dense", "OMP_NUM_THREADS", "not installed",
+        "* the cache cannot be written", "1.00 GB/s",
+    ):  # fmt: skip
+        assert line in shown
+    assert "cache can be written" in shown
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "plain"])
@@ -450,7 +471,7 @@ def test_report_without_validation_says_so() -> None:
     assert "Not validated yet" in page
     second = report(plans, synthetic_profile(num_layers=16), rank=2)
     assert "Number 2 in the ranking: 1f1b with one stage per rank" in second
-    assert "Blocks per stage, in stage order: 4x2 5 3." in second
+    assert "Blocks per stage, in stage order: 4, 4, 5, 3." in second
     empty = msgspec.structs.replace(plans, candidates=(), baseline=None)
     assert "No plan is both legal and fits" in report(empty, synthetic_profile(num_layers=16))
 

@@ -22,6 +22,9 @@ from pptune.views.validation import runs_sheet
 
 PLOT_OPTIONS = {"responsive": True, "displaylogo": False, "displayModeBar": False}
 
+MAX_SPELLED_STAGES = 16
+"""Up to so many stages the answer spells their layers out; longer lists are folded."""
+
 
 def report(
     plans: PlansFile,
@@ -77,7 +80,11 @@ def _answer(plans: PlansFile, rank: int, validation: ValidationFile | None) -> I
         )
     yield f"Predicted step time: {format_seconds(chosen.estimate.step_time_s)}{gain}."
     if len(set(plan.layers_per_stage)) > 1:
-        yield f"Blocks per stage, in stage order: {layers_text(plan.layers_per_stage)}."
+        layers = plan.layers_per_stage
+        told = (
+            layers_text(layers) if len(layers) > MAX_SPELLED_STAGES else ", ".join(map(str, layers))
+        )
+        yield f"Blocks per stage, in stage order: {told}."
     if rank == 1:
         yield (
             "By this cost model no plan in the space searched is faster."

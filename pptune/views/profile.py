@@ -1,5 +1,7 @@
 """A profile as sheets: layer times, throughput, links, overheads, and what to know about them."""
 
+from collections.abc import Sequence
+
 from pptune.curves import CurveFit, fit_curve, layer_times, usable_points
 from pptune.profiles import Layer, LayerPoint, Link, MemoryModel, Profile
 from pptune.units import (
@@ -23,7 +25,7 @@ def profile_sheets(profile: Profile) -> tuple[Sheet, ...]:
     sheets = [layers_sheet(profile)]
     throughput = throughput_sheet(profile)
     sheets += [throughput] if throughput is not None else []
-    sheets += [links_sheet(profile)] if profile.links else []
+    sheets += [links_sheet(profile.links)] if profile.links else []
     sheets += [overheads_sheet(profile)] if profile.overheads else []
     sheets.append(Sheet(title="To know", columns=(), rows=(), notes=tuple(_remarks(profile))))
     return tuple(sheets)
@@ -99,7 +101,7 @@ def throughput_sheet(profile: Profile) -> Sheet | None:
     )  # fmt: skip
 
 
-def links_sheet(profile: Profile) -> Sheet:
+def links_sheet(links: Sequence[Link]) -> Sheet:
     """A row per directed link."""
     return Sheet(
         title="Links",
@@ -124,7 +126,7 @@ def links_sheet(profile: Profile) -> Sheet:
                 len(link.points),
                 link.source,
             )
-            for link in profile.links
+            for link in links
         ),
     )
 
