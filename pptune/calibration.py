@@ -6,8 +6,10 @@ runtime itself. Plans that calibrated never count as evidence of accuracy: their
 the profile.
 """
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -27,6 +29,8 @@ _TORCH = parse_target("torch")
 _SETTING = Setting(target=_TORCH)
 
 _MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
+
+_CORRECTION_ROUNDS = 3
 
 _MAX_EXTRA_S = 10e-3
 """No runtime needs more than this per action; the search for the last correction ends there."""
@@ -138,13 +142,38 @@ def apply_calibration(profile: Profile, runs: Sequence[CalibrationRun]) -> Profi
     overheads = dict(profile.overheads)
     for executor, own in by_executor.items():
         first = _overhead_from_records(model, own)
-        overheads[executor] = _corrected(bare, constants, executor, first, own)
+        steps_s = {run.plan: run.step_s for run in own}
+        overheads[executor] = _corrected(bare, constants, executor, first, steps_s)
     labels = {*profile.calibration_plans, *(run.plan.label for run in runs)}
     return msgspec.structs.replace(
         profile,
         overheads=overheads,
         step_constants=constants,
         calibration_plans=tuple(sorted(labels)),
+    )
+
+
+def recalibrate(profile: Profile, steps_s: Mapping[Plan, float]) -> Profile:
+    """The profile with each executor's overhead per action and per message corrected, so that the
+    measured steps in `steps_s` come out as well as they can. Marked in its warnings."""
+    model = CostModel(profile, _SETTING)
+    overheads = dict(profile.overheads)
+    constants = profile.step_constants or StepConstants()
+    for executor in {model.executor(plan) for plan in steps_s}:
+        own = {plan: seconds for plan, seconds in steps_s.items()
+               if model.executor(plan) == executor}  # fmt: skip
+        overhead = overheads.get(executor, Overhead(forward_s=0.0, backward_s=0.0))
+        for _ in range(_CORRECTION_ROUNDS):
+            overhead = _corrected(profile, constants, executor, overhead, own)
+            overhead = _corrected_hop(profile, constants, executor, overhead, own)
+        overheads[executor] = overhead
+    labels = {*profile.calibration_plans, *(plan.label for plan in steps_s)}
+    note = f"overheads corrected by {len(steps_s)} validated plans"
+    return msgspec.structs.replace(
+        profile,
+        overheads=overheads,
+        calibration_plans=tuple(sorted(labels)),
+        warnings=(*(text for text in profile.warnings if text != note), note),
     )
 
 
@@ -174,7 +203,7 @@ def _extras(
     """(F or B, extra seconds) of each action of `rank` but its first."""
     waits = list(step.waits[rank]) if step.waits else []
     actions = step.actions[rank]
-    for before, action in zip(actions, actions[1:], strict=False):
+    for before, action in itertools.pairwise(actions):
         gap = action.start_s - before.end_s - _waited(waits, before.end_s, action.start_s)
         seconds = _bare_s(costs, action.stage, action.work)
         work = "F" if action.work == "F" else "B"
@@ -255,7 +284,7 @@ def _corrected(
     constants: StepConstants,
     executor: Executor,
     overhead: Overhead,
-    runs: Sequence[CalibrationRun],
+    steps_s: Mapping[Plan, float],
 ) -> Overhead:
     """`overhead` with one correction per action, the one that fits whole steps best.
 
@@ -264,15 +293,46 @@ def _corrected(
     """
 
     def misfit(extra_s: float) -> float:
-        shifted = _shifted(overhead, extra_s)
-        profile = msgspec.structs.replace(
-            bare, overheads={executor: shifted}, step_constants=constants
-        )
-        model = CostModel(profile, _SETTING)
-        return sum(abs(np.log(model.evaluate(run.plan).step_time_s / run.step_s)) for run in runs)
+        return _misfit(bare, constants, executor, _shifted(overhead, extra_s), steps_s)
 
     lowest = -min(overhead.forward_s, overhead.backward_s)
     return _shifted(overhead, _least(misfit, lowest, _MAX_EXTRA_S))
+
+
+def _corrected_hop(
+    bare: Profile,
+    constants: StepConstants,
+    executor: Executor,
+    overhead: Overhead,
+    steps_s: Mapping[Plan, float],
+) -> Overhead:
+    """`overhead` with the time per message that fits whole steps best."""
+
+    def with_hop(hop_s: float) -> Overhead:
+        return msgspec.structs.replace(overhead, hop_s=hop_s)
+
+    def misfit(hop_s: float) -> float:
+        return _misfit(bare, constants, executor, with_hop(hop_s), steps_s)
+
+    return with_hop(_least(misfit, 0.0, _MAX_EXTRA_S))
+
+
+def _misfit(
+    bare: Profile,
+    constants: StepConstants,
+    executor: Executor,
+    overhead: Overhead,
+    steps_s: Mapping[Plan, float],
+) -> float:
+    """Sum over plans of |log(predicted / measured)|."""
+    profile = msgspec.structs.replace(
+        bare, overheads={executor: overhead}, step_constants=constants
+    )
+    model = CostModel(profile, _SETTING)
+    return sum(
+        abs(math.log(model.evaluate(plan).step_time_s / seconds))
+        for plan, seconds in steps_s.items()
+    )
 
 
 def _shifted(overhead: Overhead, extra_s: float) -> Overhead:
