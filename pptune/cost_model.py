@@ -5,6 +5,7 @@ stage_times.py, messages from hops.py, bytes from memory.py. What was assumed ra
 is said in words in every estimate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,9 +22,9 @@ from pptune.memory import (
     MemoryParts,
     StaticMemory,
     activation_memory,
+    fullest_rank_range,
     peak_bytes,
     peak_memory,
-    peak_range,
     per_rank,
     rank_parameter_bytes,
     static_memory,
@@ -182,20 +183,24 @@ class CostModel:
             executor=inputs.executor,
         )
 
-    def surely_fits(self, plan: Plan) -> bool | None:
-        """Whether the plan fits, where that can be told without its order; else None."""
-        inputs, limit = self.inputs(plan), self.memory_limit_bytes
+    def surely_fit(self, plans: Sequence[Plan]) -> list[bool | None]:
+        """Whether each of `plans`, which differ in N alone, fits; None if only the order tells."""
+        inputs, limit = self.inputs(plans[0]), self.memory_limit_bytes
         if inputs.static is None or inputs.activation is None or limit is None:
-            return True
-        found = peak_range(
-            plan, static=inputs.static, activation=inputs.activation, executor=inputs.executor
+            return [True] * len(plans)
+        found = fullest_rank_range(
+            plans[0],
+            np.array([plan.microbatch_group_size or 0 for plan in plans]),
+            static=inputs.static,
+            activation=inputs.activation,
+            executor=inputs.executor,
         )
         if found is None:
-            return None
-        low, high = found
-        if float(high.max()) <= limit:
-            return True
-        return False if float(low.max()) > limit else None
+            return [None] * len(plans)
+        return [
+            True if high <= limit else False if low > limit else None
+            for low, high in zip(*found, strict=True)
+        ]
 
     @property
     def knows_memory(self) -> bool:

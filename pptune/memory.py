@@ -121,33 +121,38 @@ def peak_bytes(
     return total
 
 
-def peak_range(
-    plan: Plan, *, static: StaticMemory, activation: ActivationMemory, executor: Executor
+def fullest_rank_range(
+    plan: Plan,
+    group_sizes: NDArray[np.int64],
+    *,
+    static: StaticMemory,
+    activation: ActivationMemory,
+    executor: Executor,
 ) -> tuple[Floats, Floats] | None:
-    """Bytes of every rank between which its peak lies, without an order; None where no count is
-    known.
+    """Bytes between which the fullest rank's peak lies, for `plan` at each group size; float64[n].
 
-    At its peak a rank holds `in_flight_count` stage-micro-batches, at most M of each stage: at
-    least the smallest ones, at most the largest ones.
+    None where no count in flight is known. At its peak a rank holds `in_flight_counts` stage-micro-
+    batches, at most M of each stage: at least the smallest ones, at most the largest ones.
     """
-    counts = in_flight_count(plan)
+    counts = in_flight_counts(plan, group_sizes)
     if counts is None:
         return None
     held = np.sort(
         per_stage_bytes(plan, activation).reshape(plan.num_chunks, plan.num_ranks), axis=0
     )
     each = np.arange(plan.num_chunks)[:, None] * plan.num_microbatches
-    taken = np.clip(counts - each, 0, plan.num_microbatches)
-    low, high = (taken * held).sum(axis=0), (taken * held[::-1]).sum(axis=0)
+    taken = np.clip(counts[:, None, :] - each, 0, plan.num_microbatches)
     rest = static.total + activation.recompute
     rest += kept_messages(plan, executor) * activation.message
     rest[-1] += activation.logits
-    return low + rest, high + rest
+    low = (taken * held).sum(axis=1) + rest
+    high = (taken * held[::-1]).sum(axis=1) + rest
+    return low.max(axis=1), high.max(axis=1)
 
 
-def in_flight_count(plan: Plan) -> NDArray[np.int64] | None:
-    """Stage-micro-batches that each rank holds at its peak, int64[num_ranks], where a closed form
-    is known.
+def in_flight_counts(plan: Plan, group_sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Stage-micro-batches that each rank holds at its peak, int64[n, num_ranks], for `plan` at each
+    group size; None where no closed form is known.
 
     1F1B: arXiv 2104.04473, sec. 2.2.1. Interleaved: warm-up plus one, Megatron-LM, core/
     pipeline_parallel/schedules.py.
@@ -156,14 +161,15 @@ def in_flight_count(plan: Plan) -> NDArray[np.int64] | None:
     most = plan.num_microbatches * plan.num_chunks
     match plan.schedule:
         case "gpipe" | "looped-bfs":
-            return np.full(plan.num_ranks, most)
+            counts = np.full(plan.num_ranks, most)
         case "1f1b":
-            return np.minimum(behind + 1, most)
-        case "interleaved" if plan.microbatch_group_size is not None:
-            group = plan.microbatch_group_size
-            return np.minimum((plan.num_chunks - 1) * group + 2 * behind + 1, most)
+            counts = np.minimum(behind + 1, most)
+        case "interleaved":
+            warmup = (plan.num_chunks - 1) * group_sizes[:, None] + 2 * behind
+            return np.asarray(np.minimum(warmup + 1, most))
         case _:
             return None
+    return np.broadcast_to(counts, (len(group_sizes), plan.num_ranks))
 
 
 def static_memory(plan: Plan, profile: Profile, *, zero_stage: int = 0) -> StaticMemory | None:

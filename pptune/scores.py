@@ -3,7 +3,8 @@
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +43,19 @@ class Scores:
         self.missing_reasons: dict[str, str] = {}
         self._judged = np.zeros(len(plans), dtype=np.bool_)
         self._sized = np.zeros(len(plans), dtype=np.bool_)
-        for index, plan in enumerate(plans):
+        for start, stop in families(plans):
+            plan = plans[start]
             try:
                 bound = model.inputs(plan).bound
             except MissingNumber as error:
-                self.missing[error.rule] += 1
+                self.missing[error.rule] += stop - start
                 self.missing_reasons.setdefault(error.rule, str(error))
-            else:
-                self.bound_s[index] = bound.step_s(plan.num_microbatches)
+                continue
+            self.bound_s[start:stop] = bound.step_s(plan.num_microbatches)
+            if model.limits_memory:
+                for index, fits in enumerate(model.surely_fit(plans[start:stop]), start):
+                    if fits is not None:
+                        self.fits[index], self._judged[index] = fits, True
 
     @property
     def known(self) -> NDArray[np.intp]:
@@ -64,11 +70,7 @@ class Scores:
 
     def judge(self, index: int) -> bool:
         """Whether the plan fits (or is not known not to); its peak is left open where it can be."""
-        if not self._judged[index]:
-            fits = self.model.surely_fits(self.plans[index])
-            self.fits[index] = self.size(index) if fits is None else fits
-            self._judged[index] = True
-        return bool(self.fits[index])
+        return bool(self.fits[index]) if self._judged[index] else self.size(index)
 
     def size(self, index: int) -> bool:
         """Find the plan's peak memory; whether it fits (or is not known not to)."""
@@ -203,6 +205,20 @@ class Scores:
             raise OutOfTime
         if on_progress is not None:
             on_progress(done, total)
+
+
+def families(plans: Sequence[Plan]) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbouring plans that differ in their micro-batch group size alone."""
+
+    def shared(plan: Plan) -> tuple[object, ...]:
+        return (plan.schedule, plan.num_ranks, plan.microbatch_size, plan.num_microbatches,
+                plan.recompute, plan.data_parallel, id(plan.layers_per_stage))  # fmt: skip
+
+    start = 0
+    for _, family in groupby(plans, key=shared):
+        stop = start + sum(1 for _ in family)
+        yield start, stop
+        start = stop
 
 
 def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -128,12 +128,15 @@ def _candidates(
         for schedule in _schedules(axes, listing, num_ranks):
             for num_chunks in _chunks(axes, listing, layouts, schedule, num_ranks):
                 for b, num_microbatches in sizes:
-                    groups = _groups(axes, schedule, num_ranks, num_microbatches)
+                    groups, too_large = _groups(axes, schedule, num_ranks, num_microbatches)
                     for recompute in axes.recompute:
                         for layers in layouts.of(schedule, num_ranks, num_chunks, b, recompute):
                             if not layers:
                                 _count(listing, layouts.uneven(target, num_ranks, num_chunks))
                                 continue
+                            if too_large:
+                                violation = _oversized(too_large, num_microbatches)
+                                _count(listing, violation, len(too_large))
                             for group in groups:
                                 yield Plan(
                                     schedule=schedule,
@@ -292,15 +295,25 @@ def _chunks(
 
 def _groups(
     axes: Axes, schedule: Schedule, num_ranks: int, num_microbatches: int
-) -> tuple[int | None, ...]:
-    """The micro-batch group sizes to try; (None,) for schedules without groups."""
+) -> tuple[Sequence[int | None], Sequence[int]]:
+    """The micro-batch group sizes to try, (None,) for schedules without, and those above M."""
     if schedule not in ("interleaved", "interleaved-zb"):
-        return (None,)
-    if axes.microbatch_group_sizes is not None:
-        return axes.microbatch_group_sizes
-    return (default_group_size(schedule, num_ranks, num_microbatches),)
+        return (None,), ()
+    sizes = axes.microbatch_group_sizes
+    if sizes is None:
+        return (default_group_size(schedule, num_ranks, num_microbatches),), ()
+    return [n for n in sizes if n <= num_microbatches], [n for n in sizes if n > num_microbatches]
 
 
-def _count(listing: Listing, violation: Violation) -> None:
-    listing.num_illegal[violation.rule] += 1
+def _oversized(sizes: Sequence[int], num_microbatches: int) -> Violation:
+    return Violation(
+        "group-size-out-of-range",
+        f"the micro-batch group size ({sizes[0]}) must be at most the micro-batches "
+        f"({num_microbatches})",
+        "use smaller --microbatch-group-sizes",
+    )
+
+
+def _count(listing: Listing, violation: Violation, times: int = 1) -> None:
+    listing.num_illegal[violation.rule] += times
     listing.examples.setdefault(violation.rule, violation)
