@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_BUDGET = "75s"
 DEFAULT_TIMEOUT = "2m"
+_EXCHANGE_S, _EXCHANGE_NOISE = 4.0, 0.05
 
 
 @app.command(epilog="Example: pptune profile gpt-small-cpu --micro-batch-sizes 1,2,4,8")
@@ -166,3 +167,44 @@ def run_profile(
         )
         result = Profiler(group, request, watch).profile(previous)
     return result, path
+
+
+@app.command(epilog="Example: pptune doctor --format json")
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    timeout: Annotated[str, typer.Option(help="For the test exchange.")] = "1m",
+    form: FormOption = Form.table,
+    quiet: QuietOption = False,
+) -> None:
+    """Say what this machine has, and time a 2-rank send and receive."""
+    import msgspec
+
+    from pptune.cli.output import say, show, show_json
+    from pptune.errors import PptuneError
+    from pptune.profiles import Link
+    from pptune.runtime.doctor import Checkup, diagnose
+    from pptune.runtime.launch import RankGroup
+    from pptune.runtime.world import detect_world
+    from pptune.views.doctor import doctor_sheets
+
+    timeout_s = parse_seconds(timeout, what="--timeout")
+    diagnosis = diagnose()
+    links: tuple[Link, ...] = ()
+    say("timing a send and receive between 2 ranks", quiet=quiet)
+    failure = None
+    try:
+        with RankGroup(detect_world(2, device), timeout_s=timeout_s) as group:
+            answer = group.run(
+                "measure_links", {"max_noise": _EXCHANGE_NOISE, "budget_s": _EXCHANGE_S}
+            )[0]
+        links = msgspec.convert(answer["links"], tuple[Link, ...])
+        exchange = "2 ranks exchanged messages in both directions"
+    except PptuneError as error:
+        failure = error
+        exchange = f"the 2-rank exchange failed: {error}"
+    if form is Form.json:
+        show_json(Checkup(diagnosis=diagnosis, links=links, exchange=exchange))
+    else:
+        show(*doctor_sheets(diagnosis, links=links, exchange=exchange))
+    if failure is not None:
+        raise failure

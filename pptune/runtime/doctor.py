@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import pptune
 from pptune import hardware
+from pptune.profiles import Link
 from pptune.runtime.machine import software_versions
 
 _OPTIONAL_PACKAGES = ("transformers", "optuna", "optuna-dashboard")
@@ -45,6 +46,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Where compiled code is kept between runs; null where no folder can be written."""
     problems: tuple[str, ...]
     """What would get in the way, and what to do about it."""
+
+
+class Checkup(msgspec.Struct, frozen=True, kw_only=True):
+    """A diagnosis and how the test exchange went."""
+
+    diagnosis: Diagnosis
+    links: tuple[Link, ...]
+    exchange: str
 
 
 def diagnose() -> Diagnosis:
