@@ -297,8 +297,7 @@ class CostModel:
         message = 0
         if plan.num_ranks > 1:
             message = message_bytes(self.profile, times.block.boundary_bytes, plan.microbatch_size)
-            sources.append(self._links.source)
-        forward_hops, backward_hops = self._links.hops(
+        forward_hops, backward_hops, link_source = self._links.hops(
             plan.num_ranks,
             plan.num_chunks,
             plan.placement,
@@ -328,7 +327,7 @@ class CostModel:
             bound=step_bound(plan, costs, float(constants.seconds.max())),
             static=static_memory(plan, self.profile, zero_stage=self.setting.zero_stage),
             activation=activation_memory(times, message_bytes=message),
-            source=weakest([*sources, constants.source]),
+            source=weakest([*sources, link_source, constants.source]),
             assumptions=(*times.assumptions, *assumptions, *constants.assumptions),
         )
 

@@ -36,11 +36,6 @@ class Links:
         self._pairs = {(link.source_rank, link.target_rank): link for link in self._links}
         self._medians: dict[str, Link] = {}
 
-    @property
-    def source(self) -> Source:
-        """The weakest source among all links."""
-        return weakest(link.source for link in self._links)
-
     def scope(self, source_rank: int, target_rank: int) -> Literal["intra", "inter"]:
         """`inter` where the two ranks live on different nodes."""
         per_node = self._ranks_per_node
@@ -59,8 +54,9 @@ class Links:
 
     def hops(
         self, num_ranks: int, num_chunks: int, placement: str, *, num_bytes: int, wake_s: float
-    ) -> tuple[Hops, Hops]:
-        """(forward, backward) costs of every stage boundary for messages of `num_bytes`.
+    ) -> tuple[Hops, Hops, Source]:
+        """(forward, backward) costs of every stage boundary for messages of `num_bytes`, and the
+        weakest source among the links they take.
 
         `wake_s` is what a waiting receiver loses on top of the link's own latency.
         """
@@ -71,7 +67,8 @@ class Links:
         pairs = list(pairwise(ranks))
         forward = [self._hop(a, b, num_ranks) for a, b in pairs]
         backward = [self._hop(b, a, num_ranks) for a, b in pairs]
-        return _hops(forward, num_bytes, wake_s), _hops(backward, num_bytes, wake_s)
+        source = weakest(link.source for link in (*forward, *backward) if link is not None)
+        return _hops(forward, num_bytes, wake_s), _hops(backward, num_bytes, wake_s), source
 
     def _hop(self, source_rank: int, target_rank: int, num_ranks: int) -> Link | None:
         if source_rank == target_rank:
@@ -96,6 +93,7 @@ class Links:
                 bytes_per_s=median(link.bytes_per_s for link in of_scope),
                 send_occupied_s=median(link.send_occupied_s for link in of_scope),
                 receive_occupied_s=median(link.receive_occupied_s for link in of_scope),
+                source=weakest(link.source for link in of_scope),
             )
         return self._medians[scope]
 
