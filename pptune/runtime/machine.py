@@ -48,7 +48,7 @@ def software_versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return versions
 
 
