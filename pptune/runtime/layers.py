@@ -41,7 +41,7 @@ from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.update import measure_update
 from pptune.units import format_bytes
 
-_REFERENCES_PER_ROUND = 4
+_REFERENCES_PER_ROUND = 6
 
 Doing = Callable[[str], None]
 FreeBytes = Callable[[torch.device, int], int | None]
