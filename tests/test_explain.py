@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import msgspec
+import numpy as np
 import pytest
 
 from pptune.cost_model import CostModel, Setting
@@ -13,13 +14,14 @@ from pptune.estimate import Estimate
 from pptune.executors import Executor
 from pptune.explain import explain, setting_of
 from pptune.explanation import Explanation
+from pptune.measurement import Measurement, t_quantile
 from pptune.plan import Plan, even_layers, make_plan
 from pptune.plans_file import PlansFile, ProfileReference
 from pptune.profiles import LayerPoint, Overhead, Profile
 from pptune.search import Request, search
 from pptune.targets import parse_target
 from pptune.turning_points import ROUNDS, _runs
-from pptune.uncertainty import World, with_bandwidth
+from pptune.uncertainty import World, _redraw_factors, with_bandwidth
 from pptune.views.explanation import explanation_sheets, sentences
 from tests.synthetic import synthetic_profile, uniform_link
 
@@ -313,6 +315,16 @@ def test_the_chance_follows_the_seed() -> None:
     assert chances[0] != chances[2]
 
 
+def test_redraws_scatter_as_the_standard_error_says() -> None:
+    # Tukey and McLaughlin's standard error of a trimmed mean, as measurement.py has it.
+    samples = tuple(1.0 + 0.01 * step for step in range(20))
+    measured = Measurement(samples_s=samples)
+    factors = _redraw_factors(samples, 4000, np.random.default_rng(7))
+    standard_error = measured.half_width_s / t_quantile(20 - 2 * 2 - 1) / measured.centre_s
+    assert factors.mean() == pytest.approx(1.0, abs=standard_error / 10)
+    assert factors.std() == pytest.approx(standard_error, rel=0.15)
+
+
 def test_sensitivities_name_the_numbers_that_turn_the_choice() -> None:
     noisy = near_tie(0.2)
     rows = explain(searched(noisy, 8, 1), noisy).sensitivities
@@ -350,10 +362,13 @@ def test_a_lower_place_is_told_what_is_faster() -> None:
 
 
 def test_the_map_holds_the_best_plan_of_each_cell() -> None:
+    # A head makes the even and the balanced split two plans of one cell.
     profile = synthetic_profile(
-        num_layers=16, sizes=(1, 2, 4), num_ranks=4, overheads=torch_overhead(forward_s=1e-3)
-    )
+        num_layers=16, head=(2e-3, 4e-3), sizes=(1, 2, 4), num_ranks=4,
+        overheads=torch_overhead(forward_s=1e-3),
+    )  # fmt: skip
     plans = searched(profile, 32, 4, num_chunks=(1, 2, 4), top=1000)
+    assert len(plans.candidates) > 9
     explanation = explain(plans, profile)
     assert [(row.num_chunks, row.microbatch_size) for row in explanation.alternatives] == [
         (v, b) for v in (1, 2, 4) for b in (1, 2, 4)
