@@ -68,7 +68,7 @@ def _llama(
 # sequences with messages large for their compute.
 _ALL = (
     _gpt("gpt-small-cpu", num_layers=8, hidden=128, heads=4, seq_len=128, vocab=2048, tie=False),
-    _gpt("gpt-long-cpu", num_layers=8, hidden=64, heads=2, seq_len=512, vocab=1024, tie=False),
+    _gpt("gpt-long-cpu", num_layers=8, hidden=64, heads=2, seq_len=256, vocab=1024, tie=False),
     _llama("llama-small-cpu", num_layers=8, hidden=128, heads=4, kv_heads=2, ffn=352, vocab=2048,
            seq_len=128),
     _gpt("gpt2", num_layers=12, hidden=768, heads=12, seq_len=1024, vocab=50257, tie=True),
