@@ -50,6 +50,12 @@ class RankFailure(RuntimeFailure):
         self.reason = reason
         """One of "crash", "timeout", "oom"."""
 
+    @property
+    def line(self) -> str:
+        """The message in one line: who failed doing what, and the last line of its traceback."""
+        first, *rest = str(self).splitlines()
+        return f"{first.rstrip(':')}: {rest[-1].strip()}" if rest else first
+
 
 class Interrupted(PptuneError):
     """Ctrl-C (130) or SIGTERM (143); finished work has been saved."""

@@ -26,6 +26,7 @@ MIN_SAMPLES = 5
 _CONFIDENCE = 0.95
 _DRIFT_RATIO = 0.05
 _MIN_DISTINCT = 4
+_OUTLIER_RATIO = 3.0
 _BUSY_CORES = 0.25
 _FULL_RATIO = 0.9
 
@@ -161,6 +162,18 @@ def drift_warning(reference_s: Sequence[float]) -> str | None:
         f"the machine sped up during the run: the reference product took "
         f"{format_ratio(1 - last / first)} less at its end than at its start; measure again on a "
         "warm, quiet machine"
+    )
+
+
+def outlier_warning(what: str, samples_s: Sequence[float]) -> str | None:
+    """That some samples are far above the others, or None; the centre leaves them out."""
+    typical = float(np.median(samples_s)) if samples_s else 0.0
+    far = [value for value in samples_s if value > _OUTLIER_RATIO * typical]
+    if typical <= 0 or not far:
+        return None
+    return (
+        f"{what}: {len(far)} of {len(samples_s)} samples took up to {max(far) / typical:.3g} times "
+        "the median; something else used the machine meanwhile"
     )
 
 

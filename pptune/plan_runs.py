@@ -9,7 +9,8 @@ from pptune.measured_step import Visit
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.profiles import Profile
-from pptune.runtime.launch import Event, RankGroup
+from pptune.runtime.agent import Event
+from pptune.runtime.launch import RankGroup
 from pptune.runtime.stages import WaitTimes
 from pptune.runtime.visits import PlanVisitor
 from pptune.runtime.world import detect_world

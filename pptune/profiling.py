@@ -6,7 +6,7 @@ already has is not measured again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +25,8 @@ from pptune.profiles import (
     Profile,
     Reference,
 )
-from pptune.runtime.launch import Event, RankGroup
+from pptune.runtime.agent import Event
+from pptune.runtime.launch import RankGroup
 from pptune.units import format_ratio
 
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
@@ -75,8 +76,9 @@ class Profiler:
 
     def profile(self, previous: Profile | None) -> Profile:
         """A complete profile. Raises RankFailure, and UsageError for what can't be measured."""
-        request, watch = self.request, self.watch
+        watch = self.watch
         watch.on_phase(0.0, "starting ranks")
+        request = self.request = self._completed(self.request)
         machine = self._machine()
         profile = self._reusable(previous, machine) or Profile(
             machine=machine, model=request.model, dtype=request.dtype,
@@ -103,6 +105,17 @@ class Profiler:
             watch.on_note("nothing new to measure: the earlier profile is reused")
         watch.on_phase(1.0, "done")
         return profile
+
+    def _completed(self, request: Request) -> Request:
+        """The request with the user's model as its layers describe it; code runs in ranks only."""
+        if request.model.entry is None:
+            return request
+        answers = self.group.run(
+            "complete_model",
+            {"model": msgspec.to_builtins(request.model)},
+            timeout_s=request.timeout_s,
+        )
+        return replace(request, model=msgspec.convert(answers[0], ModelSpec))
 
     def _machine(self) -> Machine:
         answers = self.group.run(

@@ -13,10 +13,10 @@ from statistics import median
 
 from pptune.errors import RankFailure
 from pptune.estimate import Breakdown, Estimate
-from pptune.measured_step import MeasuredStep, Visit, breakdown, timeline
+from pptune.measured_step import Visit, breakdown, timeline
 from pptune.measurement import Measurement
 from pptune.plan import Plan
-from pptune.validation_file import Run
+from pptune.validation_file import RecordedAction, Run
 
 _EXTRA_ROUNDS = 2
 """At most this many times the asked rounds again for plans that can't be told apart."""
@@ -57,7 +57,7 @@ class _State:
     rounds: list[int] = field(default_factory=list)
     breakdowns: list[Breakdown] = field(default_factory=list)
     peak_memory_bytes: tuple[int, ...] | None = None
-    last_step: MeasuredStep | None = None
+    timeline: tuple[RecordedAction, ...] | None = None
     status: str = "ok"
     reason: str | None = None
 
@@ -85,9 +85,7 @@ class _State:
             status=self.status,  # type: ignore[arg-type]
             reason=self.reason,
             is_baseline=self.entry.is_baseline,
-            timeline=timeline(self.last_step)
-            if with_timeline and self.last_step is not None
-            else None,
+            timeline=self.timeline if with_timeline else None,
         )
 
 
@@ -99,12 +97,14 @@ def run_rounds(
     resumed: tuple[Run, ...] = (),
     on_visit: Callable[[int, int, Plan], None] = lambda done, total, plan: None,
     on_saved: Callable[[list[Run]], None] = lambda runs: None,
+    on_failed: Callable[[Plan, RankFailure], None] = lambda plan, failure: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Run]:
     """Visit every entry `rounds.repeats` times and more where it takes more to tell plans apart.
 
     `on_saved` is called after every visit with all runs so far, so that an interruption loses
-    nothing. A plan that fails is marked and not visited again; the others go on.
+    nothing. A plan that fails is marked, told to `on_failed` and not visited again; the others go
+    on.
     """
     states = [_resume(entry, resumed) for entry in entries]
     deadline = None if rounds.budget_s is None else clock() + rounds.budget_s
@@ -128,7 +128,7 @@ def run_rounds(
             if state.next_round() > number or out_of_time():
                 continue
             on_visit(sum(len(set(each.rounds)) for each in states), total, state.entry.plan)
-            _visit(state, run, number, rounds)
+            _visit(state, run, number, rounds, on_failed)
             on_saved(results())
         number += 1
     return results()
@@ -141,20 +141,29 @@ def _resume(entry: Entry, resumed: tuple[Run, ...]) -> _State:
             state.samples, state.rounds = list(old.samples_s), list(old.rounds)
             state.peak_memory_bytes = old.peak_memory_bytes
             state.status, state.reason = old.status, old.reason
+            state.timeline = old.timeline
             if old.measured_breakdown_s is not None:
                 state.breakdowns = [old.measured_breakdown_s]
     return state
 
 
-def _visit(state: _State, run: RunPlan, number: int, rounds: Rounds) -> None:
+def _visit(
+    state: _State,
+    run: RunPlan,
+    number: int,
+    rounds: Rounds,
+    on_failed: Callable[[Plan, RankFailure], None],
+) -> None:
     try:
         visit = run(
             state.entry.plan,
             steps=rounds.steps_per_visit,
             memory=state.peak_memory_bytes is None,
         )
+        _check_times(visit)
     except RankFailure as failure:
-        state.status, state.reason = failure.reason, str(failure)
+        state.status, state.reason = failure.reason, failure.line
+        on_failed(state.entry.plan, failure)
         return
     state.samples += visit.samples_s
     state.rounds += [number] * len(visit.samples_s)
@@ -164,7 +173,19 @@ def _visit(state: _State, run: RunPlan, number: int, rounds: Rounds) -> None:
         split = breakdown(step, state.entry.plan)
         if split is not None:
             state.breakdowns.append(split)
-            state.last_step = step
+            state.timeline = timeline(step)
+
+
+def _check_times(visit: Visit) -> None:
+    """Raise RankFailure for a step that took no time or less, or for ever: the clock lies."""
+    for sample in visit.samples_s:
+        if not 0 < sample < math.inf:
+            raise RankFailure(
+                f"a step took {sample} s: the clock is too coarse or was set back; run more work "
+                "per step, on a machine with a monotonic clock",
+                rank=None,
+                reason="crash",
+            )
 
 
 def _turned(states: list[_State], number: int) -> list[_State]:

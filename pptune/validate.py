@@ -17,8 +17,10 @@ from pptune.calibration import (
     run_calibration,
 )
 from pptune.cost_model import CostModel, Setting
-from pptune.errors import NoAnswer, UsageError
+from pptune.errors import NoAnswer, RankFailure, UsageError
 from pptune.estimate import Infeasible, PredictedPlan
+from pptune.measurement import outlier_warning, quantised_warning
+from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.plan_runs import Ranks, RunPlan, replayed_times, runner
 from pptune.plans_file import PlansFile
@@ -55,6 +57,7 @@ class Watch:
 
     on_visit: Callable[[int, int, str], None] = lambda done, total, doing: None
     on_saved: Callable[[ValidationFile], None] = lambda validation: None
+    on_failed: Callable[[Plan, RankFailure], None] = lambda plan, failure: None
 
 
 def validate(
@@ -105,10 +108,12 @@ def validate(
             resumed=resumed,
             on_visit=lambda done, total, plan: watch.on_visit(done, total, plan.label),
             on_saved=lambda done: watch.on_saved(msgspec.structs.replace(blank, runs=tuple(done))),
+            on_failed=watch.on_failed,
         )
     finished = msgspec.structs.replace(
         blank,
         runs=tuple(runs),
+        warnings=tuple(doubts(runs)),
         summary=summarise(
             runs,
             exhaustive=request.exhaustive,
@@ -122,6 +127,34 @@ def validate(
         reasons = "\n".join(f"  {each.plan.label}: {each.reason}" for each in runs)
         raise NoAnswer(f"every run failed:\n{reasons}")
     return finished
+
+
+def doubts(runs: Iterable[Run]) -> list[str]:
+    """What is wrong with the samples themselves, in words: outliers, a coarse clock."""
+    found = []
+    for run in runs:
+        for warning in (outlier_warning, quantised_warning):
+            text = warning(run.plan.label, run.samples_s)
+            if text is not None:
+                found.append(text)
+    return found
+
+
+def check_trusted(model: ModelSpec, named: str | None) -> None:
+    """Raise UsageError unless the user has named the code that running `model` would import.
+
+    A plans file is data, and it may come from someone else: alone it must not run code.
+    """
+    if model.entry is not None and named is None:
+        raise UsageError(
+            f"running these plans imports {model.entry}, which the file names; if you trust it, "
+            f"name it yourself: --model {model.entry}"
+        )
+    if named is not None and named != (model.entry or model.name):
+        raise UsageError(
+            f"--model is {named}, but the plans are for {model.entry or model.name}; give the "
+            "plans of that model, or its name"
+        )
 
 
 def entries_of(plans: PlansFile, request: Request) -> list[Entry]:
@@ -230,9 +263,7 @@ def calibrate_for(
         calibrating,
         run,
         budget_s=_CALIBRATION_BUDGET_S,
-        on_visit=lambda share, plan: on_visit(
-            round(100 * share), 100, f"calibrating {plan.label}"
-        ),
+        on_visit=lambda share, plan: on_visit(round(100 * share), 100, f"calibrating {plan.label}"),
     )
     return apply_calibration(profile, runs), runs
 

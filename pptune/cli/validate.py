@@ -29,6 +29,13 @@ DEFAULT_REPEATS = 5
 @app.command(epilog="Example: pptune validate plans.json --top 3")
 def validate(
     plans: Annotated[Path, typer.Argument(help="Plans that `pptune search` wrote.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Needed where the plans are for a package.module:function: that name again. "
+            "Files alone never run code."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="How many of the best plans to run.")] = 3,
     baseline: Annotated[
         str | None, typer.Option(help="Default: the file's. Like schedule=1f1b microbatch_size=1.")
@@ -55,11 +62,13 @@ def validate(
     from pptune.plans_file import load_plans
     from pptune.profiles import find_profile, load_profile
     from pptune.rounds import Rounds
-    from pptune.validate import Request
+    from pptune.validate import Request, check_trusted
 
     if top < 1 or repeats < 1:
         raise UsageError("--top and --repeats must be 1 or more")
     file = load_plans(existing(plans, "plans file"))
+    if model is not None or not replay:  # a replay waits and runs no code of the model
+        check_trusted(file.model, model)
     known = (
         load_profile(existing(profile, "profile"))
         if profile is not None
@@ -135,6 +144,7 @@ def run_validation(
             watch=Watch(
                 on_visit=progress.update,
                 on_saved=lambda validation: save_validation(validation, path),
+                on_failed=lambda plan, failure: say(f"{plan.label} failed: {failure}", quiet=quiet),
             ),
         )  # fmt: skip
     say(f"wrote {path}", quiet=quiet)

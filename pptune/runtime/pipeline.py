@@ -218,9 +218,8 @@ class PlanRunner:
             flat = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
             dist.all_reduce(flat, group=self.groups.data)
             flat.div_(self.plan.data_parallel)
-            for gradient, reduced in zip(
-                gradients, _unflatten_dense_tensors(flat, gradients), strict=True
-            ):
+            parts = _unflatten_dense_tensors(flat, gradients)  # type: ignore[no-untyped-call]
+            for gradient, reduced in zip(gradients, parts, strict=True):
                 gradient.copy_(reduced)
         if self.optimizer is not None:
             self.optimizer.step()

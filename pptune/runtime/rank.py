@@ -12,14 +12,14 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from pptune.runtime.channel import Channel
+from pptune.errors import PptuneError, UsageError
+from pptune.runtime.channel import Channel, Notice
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -35,18 +35,12 @@ class RankContext:
     """A torch.device."""
     emit: Callable[[dict[str, Any]], None]
     """Send an event (progress, a finished point) to the agent."""
+    status: Callable[[str], None]
+    """Say what the rank is doing: named when it hangs or dies. Cheap enough for every action."""
     node: str
     """Where the rank runs; ranks of one node share it."""
     keep: dict[str, Any] = field(default_factory=dict)
     """What a task leaves for the next one: built models, opened links."""
-    last_status_s: float = 0.0
-
-    def status(self, doing: str) -> None:
-        """Say what the rank is doing, at most every 50 ms: named when the rank hangs or dies."""
-        now = time.monotonic()
-        if now - self.last_status_s > 0.05:
-            self.last_status_s = now
-            self.emit({"event": "status", "doing": doing})
 
 
 def main() -> None:
@@ -55,29 +49,31 @@ def main() -> None:
     # The terminal sends Ctrl-C to the whole group; only the agent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(os.environ["PPTUNE_CHANNEL"])))
+    notice = Notice(int(os.environ["PPTUNE_NOTICE"]))
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read_commands, args=(channel, commands), daemon=True).start()
     setup = commands.get()
     lock = threading.Lock()
 
     def emit(message: dict[str, Any]) -> None:
-        with lock:
-            channel.send(message)
+        try:
+            with lock:
+                channel.send(message)
+        except OSError:
+            os._exit(1)  # the agent is gone
 
     try:
-        emit({"event": "status", "doing": "importing torch"})
-        context = _join(setup, emit)
-        emit({"event": "ready"})
+        context = _join(setup, emit, notice.write)
         from pptune.runtime.tasks import TASKS
 
         while True:
+            notice.write("waiting for a command")
             command = commands.get()
+            notice.write(f"running {command['task']}")
             result = TASKS[command["task"]](context, **command["arguments"])
             emit({"event": "result", "number": command["number"], "result": result})
-    except OSError:
-        os._exit(1)  # the agent is gone
     except BaseException as error:
-        emit({"event": "failed", "reason": _reason(error), "traceback": traceback.format_exc()})
+        emit(_failed(error))
         # Peers may be blocked on this rank, so no orderly shutdown is possible: the agent kills.
         commands.get()
 
@@ -101,12 +97,17 @@ def _die_with_parent() -> None:
             os._exit(1)
 
 
-def _join(setup: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> RankContext:
+def _join(
+    setup: dict[str, Any],
+    emit: Callable[[dict[str, Any]], None],
+    status: Callable[[str], None],
+) -> RankContext:
+    status("importing torch")
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    emit({"event": "status", "doing": "joining the process group"})
+    status("joining the process group")
     rank, num_ranks = setup["rank"], setup["num_ranks"]
     timeout = timedelta(seconds=setup["timeout_s"])
     if setup["device"] == "cuda":
@@ -126,7 +127,20 @@ def _join(setup: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> Rank
         timeout=timeout,
         device_id=device if setup["device"] == "cuda" else None,
     )
-    return RankContext(rank=rank, num_ranks=num_ranks, device=device, emit=emit, node=setup["node"])
+    return RankContext(
+        rank=rank, num_ranks=num_ranks, device=device, emit=emit, status=status, node=setup["node"]
+    )
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    """The event that tells the agent. `usage` is text where the user asked for the impossible."""
+    cause = error.__cause__ if isinstance(error, PptuneError) and error.__cause__ else error
+    return {
+        "event": "failed",
+        "reason": _reason(error),
+        "traceback": "".join(traceback.format_exception(cause)),
+        "usage": str(error) if isinstance(error, UsageError) else None,
+    }
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pptune.model import ModelSpec
 from pptune.plan import Plan
-from pptune.runtime import layers, links
+from pptune.runtime import entry, layers, links
 from pptune.runtime.machine import describe_machine
 from pptune.runtime.pipeline import PlanRunner, recording_cost_s, torch_dtype
 from pptune.runtime.rank import RankContext
@@ -26,6 +26,14 @@ _REFERENCE_WARMUPS, _REFERENCE_SAMPLES = 10, 40
 def ping(context: RankContext) -> dict[str, Any]:
     """Answer with the rank and its node: tells that every rank has joined."""
     return {"rank": context.rank, "node": context.node}
+
+
+def complete_model(context: RankContext, *, model: dict[str, Any]) -> dict[str, Any]:
+    """The model's spec with what only the user's layers tell (entry.py)."""
+    context.status(f"building {model['entry']}")
+    completed = entry.completed_spec(msgspec.convert(model, ModelSpec))
+    answer: dict[str, Any] = msgspec.to_builtins(completed)
+    return answer
 
 
 def visit_plan(
@@ -153,6 +161,7 @@ def free_memory_ratio(context: RankContext) -> float:
 
 TASKS: dict[str, Callable[..., Any]] = {
     "ping": ping,
+    "complete_model": complete_model,
     "describe_machine": machine,
     "measure_layers": measure_layers,
     "measure_links": measure_links,

@@ -1,0 +1,206 @@
+"""The process that owns ranks: it starts them, hears what they say, and ends them."""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from pptune.errors import RuntimeFailure
+from pptune.runtime.channel import Channel, Notice
+from pptune.runtime.world import World, interface_towards
+
+_TRACEBACK_LINES = 6
+_TAIL_BYTES = 2**16
+
+Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Child:
+    """A rank's process as its agent sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    stderr: IO[bytes]
+    notice: Notice
+    oom_kills: int
+    """How often the kernel had killed for lack of memory when the rank was started."""
+    answer: dict[str, Any] | None = None
+    """To the command in progress: {"result": ...}, or {"failed": reason, "message": text, "usage":
+    text or None}."""
+
+    @property
+    def doing(self) -> str:
+        """What the rank last said it was at; current even when it has been killed."""
+        return self.notice.read() or "starting"
+
+
+@dataclass(slots=True)
+class Agent:
+    """The ranks this process owns."""
+
+    world: World
+    port: int
+    timeout_s: float
+    session: int
+    children: dict[int, Child] = field(default_factory=dict)
+
+    def start(self, epoch: int) -> None:
+        """Start one process per local rank. They join through the control store."""
+        for local_rank, rank in enumerate(self.world.local_ranks):
+            self.children[rank] = self._start_child(rank, local_rank, epoch)
+
+    def _start_child(self, rank: int, local_rank: int, epoch: int) -> Child:
+        world = self.world
+        ours, theirs = socket.socketpair()
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        notice = Notice.create()
+        # The rank's own launcher variables would make torch join another group.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("TORCHELASTIC") and name not in ("RANK", "WORLD_SIZE")
+        }
+        environment |= {
+            "PPTUNE_CHANNEL": str(theirs.fileno()), "PPTUNE_NOTICE": str(notice.descriptor),
+            "PPTUNE_PARENT": str(os.getpid()),
+        }  # fmt: skip
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            interface = interface_towards(world.address)
+            if interface is not None:
+                environment["GLOO_SOCKET_IFNAME"] = interface
+        try:
+            # A process group of its own, so that what the user's model starts ends with it.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pptune.runtime.rank"],
+                env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
+                pass_fds=[theirs.fileno(), notice.descriptor], process_group=0,
+            )  # fmt: skip
+        except OSError as error:
+            raise RuntimeFailure(f"cannot start rank {rank}: {error.strerror or error}") from None
+        theirs.close()
+        cores = len(os.sched_getaffinity(0))
+        channel = Channel(ours)
+        if world.launcher != "alone":
+            local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+        ranks_here = _ranks_on_this_host(world)
+        channel.send(
+            {
+                "rank": rank, "num_ranks": world.num_ranks, "device": world.device,
+                "local_rank": local_rank, "threads": max(1, cores // ranks_here),
+                "address": world.address, "port": self.port,
+                "prefix": f"{world.run_id}/session{self.session}/epoch{epoch}",
+                "timeout_s": self.timeout_s,
+                "node": _node_name(world),
+            }
+        )  # fmt: skip
+        return Child(rank, process, channel, stderr, notice, _oom_kills())
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Give every local rank the next command."""
+        for child in self.children.values():
+            child.answer = None
+            with contextlib.suppress(OSError):
+                child.channel.send(command)
+
+    def poll(self, timeout_s: float) -> Iterator[Event]:
+        """Wait up to `timeout_s` for messages; yield events of local ranks and note answers."""
+        with selectors.DefaultSelector() as selector:
+            for child in self.children.values():
+                if child.answer is None:
+                    selector.register(child.channel.connection, selectors.EVENT_READ, child)
+            if not selector.get_map():
+                time.sleep(timeout_s)
+                return
+            for key, _ in selector.select(timeout_s):
+                child = key.data
+                messages = child.channel.receive()
+                if messages is None:
+                    self._note_death(child)
+                for message in messages or []:
+                    event = self._note(child, message)
+                    if event is not None:
+                        yield event
+
+    def _note(self, child: Child, message: dict[str, Any]) -> Event | None:
+        match message["event"]:
+            case "result":
+                child.answer = {"number": message["number"], "result": message["result"]}
+            case "failed":
+                how = "ran out of memory" if message["reason"] == "oom" else "failed"
+                lines = message["traceback"].strip().splitlines()[-_TRACEBACK_LINES:]
+                child.answer = {
+                    "failed": message["reason"], "usage": message["usage"],
+                    "message": f"rank {child.rank} {how} while {child.doing}:\n"
+                    + "\n".join(f"  {line}" for line in lines),
+                }  # fmt: skip
+            case _:
+                return {"rank": child.rank, **message}
+        return None
+
+    def _note_death(self, child: Child) -> None:
+        try:
+            code = child.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = None
+        child.stderr.seek(-min(_TAIL_BYTES, child.stderr.seek(0, os.SEEK_END)), os.SEEK_END)
+        tail = child.stderr.read().decode(errors="replace").strip().splitlines()
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if code and killed else f"exited {code}"
+        # The kernel's out-of-memory killer leaves no other trace than SIGKILL.
+        short = code == -signal.SIGKILL and _oom_kills() > child.oom_kills
+        reason = "oom" if short else "crash"
+        child.answer = {
+            "failed": reason,
+            "usage": None,
+            "message": f"rank {child.rank} {how} while {child.doing}"
+            + "".join(f"\n  {line}" for line in tail[-_TRACEBACK_LINES:]),
+        }
+
+    def kill(self) -> None:
+        """End every local rank at once and wait until it is gone."""
+        for child in self.children.values():
+            with contextlib.suppress(OSError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        for child in self.children.values():
+            child.process.wait()
+            child.channel.close()
+            child.stderr.close()
+            child.notice.close()
+        self.children = {}
+
+
+def _ranks_on_this_host(world: World) -> int:
+    if world.launcher == "alone":
+        return world.num_ranks
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return int(local) if local.isdigit() else 1
+
+
+def _node_name(world: World) -> str:
+    """Ranks with the same name share a node; hosts of one name differ by the launcher's node."""
+    group = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
+    return f"{socket.gethostname()}/{group if world.launcher != 'alone' else 0}"
+
+
+def _oom_kills() -> int:
+    """How often the kernel has killed for lack of memory in this control group; 0 if unknown."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            with open(path) as stream:
+                for line in stream:
+                    name, _, count = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(count)
+        except (OSError, ValueError):
+            continue
+    return 0
