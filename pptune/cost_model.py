@@ -102,6 +102,13 @@ class CostModel:
         self._order: tuple[tuple[object, ...], Order] | None = None
         limit = setting.memory_limit_bytes
         self.memory_limit_bytes = profile.machine.memory_bytes if limit is None else limit
+        layers = [profile.layer(kind) for kind in ("embedding", "block", "head")]
+        self.knows_memory = profile.memory is not None and all(
+            layer is not None and layer.parameter_bytes is not None for layer in layers
+        )
+        """Whether the profile has the parameter sizes and ratios that peak memory takes."""
+        self.limits_memory = self.memory_limit_bytes is not None and self.knows_memory
+        """Whether a plan can be found not to fit."""
 
     def estimate(self, plan: Plan) -> Estimate | Infeasible:
         """The plan's estimate; Infeasible where the profile lacks a number that it takes.
@@ -201,19 +208,6 @@ class CostModel:
             True if high <= limit else False if low > limit else None
             for low, high in zip(*found, strict=True)
         ]
-
-    @property
-    def knows_memory(self) -> bool:
-        """Whether the profile has the parameter sizes and ratios that peak memory takes."""
-        layers = (self.profile.layer(kind) for kind in ("embedding", "block", "head"))
-        return self.profile.memory is not None and all(
-            layer is not None and layer.parameter_bytes is not None for layer in layers
-        )
-
-    @property
-    def limits_memory(self) -> bool:
-        """Whether a plan can be found not to fit."""
-        return self.memory_limit_bytes is not None and self.knows_memory
 
     def fits(
         self, peak_memory_bytes: Floats | None

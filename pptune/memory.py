@@ -150,26 +150,33 @@ def fullest_rank_range(
     return low.max(axis=1), high.max(axis=1)
 
 
+_LOOPED = {
+    "1f1b": (1, 0),
+    "interleaved": (2, 0),
+    "zb-h1": (1, 1),
+    "zb-h2": (2, 2),
+    "interleaved-zb": (1, 1),
+}
+"""Of the schedules that are 1F1B on looped stages: by how many forwards warm-up grows per rank
+towards the first, and by how many backwards weight gradients lag per rank towards the last."""
+
+
 def in_flight_counts(plan: Plan, group_sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Stage-micro-batches that each rank holds at its peak, int64[n, num_ranks], for `plan` at each
     group size; None where no closed form is known.
 
-    1F1B: arXiv 2104.04473, sec. 2.2.1. Interleaved: warm-up plus one, Megatron-LM, core/
-    pipeline_parallel/schedules.py.
+    Warm-up, one more forward, and what waits for its weight gradient: arXiv 2104.04473, sec. 2.2;
+    arXiv 2401.10241, sec. 3; Megatron-LM, core/pipeline_parallel/schedules.py.
     """
-    behind = np.arange(plan.num_ranks - 1, -1, -1)
     most = plan.num_microbatches * plan.num_chunks
-    match plan.schedule:
-        case "gpipe" | "looped-bfs":
-            counts = np.full(plan.num_ranks, most)
-        case "1f1b":
-            counts = np.minimum(behind + 1, most)
-        case "interleaved":
-            warmup = (plan.num_chunks - 1) * group_sizes[:, None] + 2 * behind
-            return np.asarray(np.minimum(warmup + 1, most))
-        case _:
-            return None
-    return np.broadcast_to(counts, (len(group_sizes), plan.num_ranks))
+    if plan.schedule in ("gpipe", "looped-bfs"):
+        return np.full((len(group_sizes), plan.num_ranks), most)
+    if plan.schedule not in _LOOPED:
+        return None
+    per_hop, lag = _LOOPED[plan.schedule]
+    rank = np.arange(plan.num_ranks)
+    own = per_hop * (plan.num_ranks - 1 - rank) + lag * rank + 1
+    return np.asarray(np.minimum((plan.num_chunks - 1) * group_sizes[:, None] + own, most))
 
 
 def static_memory(plan: Plan, profile: Profile, *, zero_stage: int = 0) -> StaticMemory | None:

@@ -186,11 +186,12 @@ class Scores:
         """Plans other than the pick by why they lost to it."""
         lost: Counter[str] = Counter()
         lost["memory"] = self.num_unfit
-        open_parts = np.isnan(self.parts_s[:, 0]) & ~np.isnan(self.bound_s) & self.fits
-        for index in map(int, np.flatnonzero(open_parts)):
-            plan = self.plans[index]
-            bound = self.model.inputs(plan).bound
-            self.parts_s[index] = bound.parts_s(plan.num_microbatches)
+        for start, stop in families(self.plans):
+            unplayed = np.isnan(self.step_s[start:stop]) & ~np.isnan(self.bound_s[start:stop])
+            if unplayed.any():
+                plan = self.plans[start]
+                parts = self.model.inputs(plan).bound.parts_s(plan.num_microbatches)
+                self.parts_s[start:stop][unplayed] = parts
         longer_s = self.parts_s - self.parts_s[pick]
         losers = ~np.isnan(longer_s[:, 0]) & self.fits
         losers[pick] = False

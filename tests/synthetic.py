@@ -16,9 +16,9 @@ from pptune.profiles import (
     StepConstants,
 )
 
-Times = float | Sequence[float] | Callable[[int], tuple[float, float]]
+Times = float | Sequence[float] | Callable[[int], Sequence[float]]
 """Seconds: forward alone (backward is twice that), (forward, backward), (forward, backward input,
-backward weight), or b -> (forward, backward). All but the last grow in proportion to b."""
+backward weight), or b -> one of the last two. All but the last grow in proportion to b."""
 
 SIZES = (1, 2, 4, 8)
 
@@ -35,16 +35,16 @@ def layer_points(
     for b in sizes:
         backward_input_s = backward_weight_s = None
         if callable(times):
-            forward_s, backward_s = times(b)
+            seconds = list(times(b))
         elif isinstance(times, float | int):
-            forward_s, backward_s = times * b, 2 * times * b
-            if times == 0:
-                backward_input_s = backward_weight_s = 0.0
-        elif len(times) == 3:
-            forward_s, backward_input_s, backward_weight_s = (value * b for value in times)
-            backward_s = backward_input_s + backward_weight_s
+            seconds = [times * b, 2 * times * b]
         else:
-            forward_s, backward_s = times[0] * b, times[1] * b
+            seconds = [value * b for value in times]
+        forward_s, backward_s = seconds[0], sum(seconds[1:])
+        if len(seconds) == 3:
+            backward_input_s, backward_weight_s = seconds[1:]
+        elif backward_s == 0:
+            backward_input_s = backward_weight_s = 0.0
         points.append(
             LayerPoint(
                 microbatch_size=b,

@@ -1,8 +1,8 @@
 """How fast a large space is enumerated, and how long a small search takes from the command line.
 
 `python -m tests.benchmarks.search` prints one JSON object: {num_plans, seconds, peak_memory_bytes,
-cli_seconds, machine}. The large space is 126 layers on 16 ranks with every micro-batch group size,
-with and without recompute, under a memory limit that some of its plans break.
+cli_seconds, machine}. The large space is 126 layers on 16 ranks with five schedules, every
+micro-batch group size, with and without recompute, under a memory limit that many plans break.
 """
 
 import json
@@ -32,17 +32,17 @@ def profile_of(num_layers: int, num_ranks: int, memory_bytes: int) -> Profile:
     overhead = Overhead(forward_s=50e-6, backward_s=80e-6, hop_s=5e-6)
     return synthetic_profile(
         num_layers=num_layers,
-        block=lambda b: (0.2e-3 + 1e-3 * b, 0.3e-3 + 2e-3 * b),
-        embedding=50e-6,
-        head=2e-3,
+        block=lambda b: (0.2e-3 + 1e-3 * b, 0.15e-3 + 1e-3 * b, 0.15e-3 + 1e-3 * b),
+        embedding=(50e-6, 0.0, 50e-6),
+        head=(2e-3, 2e-3, 2e-3),
         sizes=SIZES,
         num_ranks=num_ranks,
         links=[uniform_link(10e-6, 50e9)],
-        boundary_bytes=16 * 2**20,
+        boundary_bytes=2 * 2**20,
         overheads={str(name): overhead for name in Executor},
         step_constants=StepConstants(fixed_s=0.05),
-        activation_bytes=64 * 2**20,
-        end_activation_bytes=64 * 2**20,
+        activation_bytes=8 * 2**20,
+        end_activation_bytes=8 * 2**20,
         parameter_bytes=400 * 2**20,
         end_parameter_bytes=500 * 2**20,
         memory=MemoryModel(),
@@ -55,14 +55,14 @@ def enumerate_large_space() -> tuple[PlansFile, float]:
     profile = profile_of(num_layers=126, num_ranks=16, memory_bytes=80 * 2**30)
     request = Request(
         global_batch_size=GLOBAL_BATCH_SIZE,
-        schedules=("1f1b", "interleaved"),
+        schedules=("1f1b", "zb-h1", "zb-h2", "interleaved", "interleaved-zb"),
         microbatch_group_sizes=tuple(range(1, GLOBAL_BATCH_SIZE + 1)),
         recompute=("none", "full"),
     )
     started = time.perf_counter()
     answer = search(
         profile,
-        Setting(target=parse_target("megatron")),
+        Setting(target=parse_target("torch")),
         request,
         reference=ProfileReference(path="synthetic", digest=""),
     )
