@@ -639,3 +639,38 @@ def test_two_ranks_agree_on_rounds_samples_and_memory(tmp_path: Path) -> None:
     assert (block.backward_input_s or 0) > 0
     assert not first.is_settled
     assert any("did not settle" in warning for warning in first.warnings)
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_kernel_is_timed_and_not_its_launch() -> None:
+    clock = clock_for(torch.device("cuda"))
+    clock.measure(lambda: torch.cuda._sleep(1000))
+    short = clock.measure(lambda: torch.cuda._sleep(10_000_000))
+    long = clock.measure(lambda: torch.cuda._sleep(50_000_000))
+    assert long / short == pytest.approx(5, rel=0.2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_layers_are_measured_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        measured = measure_layers(
+            GPT, (1, 4), dtype=torch.bfloat16, device=device, max_noise=0.05, budget_s=5.0
+        )
+    finally:
+        dist.destroy_process_group()
+    for layer in measured.layers:
+        assert [point.microbatch_size for point in layer.points] == [1, 4]
+        assert all((point.forward_s or 0) >= 0 for point in layer.points)
+    block = by_kind(measured)["block"].points[1]
+    assert block.boundary_bytes == 2 * 4 * 16 * 32
+    assert (block.backward_s or 0) > 0

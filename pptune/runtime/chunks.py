@@ -90,21 +90,23 @@ class Chunk:
 
     def sample(self, clock: Clock, *, split: bool) -> dict[Phase, tuple[float, ...]]:
         """Seconds of each phase: of one full pass, and with `split` of one more in two parts."""
-        self.reset()
-        forward, backward = clock.laps(self.forward, self.backward)
-        self.reset()
-        if not split:
-            return {"forward": (forward,), "backward": (backward,)}
-        again, input_s, weight_s = clock.laps(
-            self.forward, self.backward_input, self.backward_weight
-        )
-        self.reset()
-        return {
-            "forward": (forward, again),
-            "backward": (backward,),
-            "backward_input": (input_s,),
-            "backward_weight": (weight_s,),
-        }
+        try:
+            self.reset()
+            forward, backward = clock.laps(self.forward, self.backward)
+            seconds: dict[Phase, tuple[float, ...]] = {
+                "forward": (forward,), "backward": (backward,)
+            }  # fmt: skip
+            if split:
+                self.reset()
+                again, input_s, weight_s = clock.laps(
+                    self.forward, self.backward_input, self.backward_weight
+                )
+                seconds["forward"] = (forward, again)
+                seconds |= {"backward_input": (input_s,), "backward_weight": (weight_s,)}
+            return seconds
+        finally:
+            # Also when memory ran out: what was kept so far must not stand in the next one's way.
+            self.reset()
 
     def saved_bytes(self) -> int:
         """Bytes that autograd keeps from forward until backward.
