@@ -3,6 +3,7 @@
 Colours are chosen to be readable on light and on dark paper; text and grid colours are the page's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -36,7 +37,7 @@ WORKS = {
 }  # fmt: skip
 PART_COLOURS = dict(zip(PARTS, (BLUE, GREY, ORANGE, PURPLE, RED), strict=True))
 
-MAX_BARS = 3000
+MAX_BARS = 6000
 """More actions than this make a browser slow; a longer timeline is drawn up to a time that holds
 as many."""
 
@@ -116,7 +117,7 @@ def layer_curve(profile: Profile) -> Figure | None:
         mode="lines", line={"color": GREY, "dash": "dash"}, hoverinfo="skip",
     )  # fmt: skip
     figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
-    figure.update_yaxes(type="log")
+    _logarithmic_y(figure, [value / scale for value in seconds])
     _mark_knee(figure, fit, sizes)
     return figure
 
@@ -151,7 +152,7 @@ def link_curves(profile: Profile) -> Figure | None:
         type="log", tickvals=sizes[:: max(1, len(sizes) // 4)],
         ticktext=[format_bytes(size) for size in sizes[:: max(1, len(sizes) // 4)]],
     )  # fmt: skip
-    figure.update_yaxes(type="log")
+    _logarithmic_y(figure, [value / scale for value in times])
     return figure
 
 
@@ -319,11 +320,21 @@ def _map_label(row: Alternative, best_s: float) -> str:
 def _mark_knee(figure: Figure, fit: CurveFit, sizes: Sequence[int]) -> None:
     knee = fit.knee_microbatch_size
     if knee is not None and sizes[0] < knee < sizes[-1]:
-        figure.add_vline(
-            x=knee, line={"color": ORANGE, "dash": "dot"},
-            annotation_text=f"90 % of the best rate at b = {knee:.1f}",
-            annotation_position="top left",
+        figure.add_vline(x=knee, line={"color": ORANGE, "dash": "dot"})
+        # On a logarithmic axis plotly takes an annotation's place as a power of ten, a line's not.
+        figure.add_annotation(
+            x=math.log10(knee), y=1.0, yref="paper", showarrow=False,
+            xanchor="left" if knee**2 < sizes[0] * sizes[-1] else "right",
+            text=f"90 % of the best rate at b = {knee:.1f}",
         )  # fmt: skip
+
+
+def _logarithmic_y(figure: Figure, values: Sequence[float]) -> None:
+    """Marks at 1, 2 and 5 of each decade, written out: plotly's own leave the decade away."""
+    known = [value for value in values if value > 0]
+    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
+    marks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    figure.update_yaxes(type="log", tickvals=marks, ticktext=[f"{mark:g}" for mark in marks])
 
 
 def _links_to_draw(links: Sequence[Link]) -> list[Link]:
@@ -362,6 +373,7 @@ def _figure(y_title: str, x_title: str) -> Figure:
         height=340,
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
         dragmode=False,
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},
     )
     figure.update_xaxes(title=x_title, automargin=True, zeroline=False)
     figure.update_yaxes(title=y_title, automargin=True, zeroline=False)

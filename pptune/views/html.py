@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import Any
 
 import plotly.io
 
@@ -20,7 +21,15 @@ from pptune.views.slices import Timeline
 from pptune.views.tables import Sheet, cell_text, listed_columns
 from pptune.views.validation import runs_sheet
 
-PLOT_OPTIONS = {"responsive": True, "displaylogo": False, "displayModeBar": False}
+PLOT_OPTIONS: dict[str, Any] = {"responsive": True, "displayModeBar": False}
+
+ZOOM_OPTIONS: dict[str, Any] = {
+    "responsive": True,
+    "displaylogo": False,
+    "displayModeBar": True,
+    "modeBarButtons": [["pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+}
+"""For timelines, which hold more than fits: buttons, so that dragging still scrolls the page."""
 
 MAX_SPELLED_STAGES = 16
 """Up to so many stages the answer spells their layers out; longer lists are folded."""
@@ -148,7 +157,7 @@ def _figures(
                 figure,
                 full_html=False,
                 include_plotlyjs=not sections,
-                config=PLOT_OPTIONS,
+                config=ZOOM_OPTIONS if name == "timeline" else PLOT_OPTIONS,
                 default_height=f"{figure.layout.height}px",
                 div_id=f"figure-{len(sections)}-{name}",
             )
