@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ import pytest
 
 from pptune.plan import Schedule, make_plan
 from pptune.profiles import Overhead
+from pptune.runtime.doctor import Device, Diagnosis
 from pptune.schedules import generate
 from pptune.simulator import Costs, simulate
 from pptune.validation_file import RecordedAction, Summary
@@ -210,22 +210,26 @@ def test_a_dry_run_counts_the_space() -> None:
 
 
 def test_a_machine_and_its_problems_are_told() -> None:
-    diagnosis = SimpleNamespace(
-        host="node7", versions={"torch": "2.13.0"}, packages={"transformers": None}, cores=2,
-        devices=(
-            SimpleNamespace(name="H200", memory_bytes=2**37, peak_bfloat16_flops_per_s=989.5e12),
-        ),
-        backends=("gloo",), environment={"OMP_NUM_THREADS": "1"}, cache_folder="/cache",
-        cache_is_writable=False, problems=("the cache cannot be written",),
-    )  # fmt: skip
-    sheets = doctor_sheets(diagnosis, links=(uniform_link(1e-5, 1e9),), exchange="ok")  # type: ignore[arg-type]
+    diagnosis = Diagnosis(
+        host="node7",
+        versions={"torch": "2.13.0"},
+        packages={"transformers": None},
+        cores=2,
+        devices=(Device(name="H200", memory_bytes=2**37, peak_bfloat16_flops_per_s=989.5e12),),
+        backends=("gloo",),
+        environment={"OMP_NUM_THREADS": "1"},
+        cache_folder=None,
+        problems=("the cache cannot be written",),
+    )
+    sheets = doctor_sheets(diagnosis, links=(uniform_link(1e-5, 1e9),), exchange="ok")
     shown = "\n".join(rendered(sheet, 80) for sheet in sheets)
-    for line in (
+    for text in (
         "H200, 128 GiB, 990 TFLOP/s bfloat16, dense", "OMP_NUM_THREADS", "not installed",
-        "* the cache cannot be written", "1.00 GB/s",
+        "none can be written", "* the cache cannot be written", "1.00 GB/s",
     ):  # fmt: skip
-        assert line in shown
-    assert "cache can be written" in shown
+        assert text in shown
+    healthy = msgspec.structs.replace(diagnosis, problems=())
+    assert "No problem was found." in rendered(doctor_sheets(healthy)[-1], 80)
 
 
 @pytest.mark.parametrize("variable", ["NO_COLOR", "plain"])
