@@ -15,7 +15,7 @@ from pptune.estimate import Candidate, Estimate, PredictedPlan
 from pptune.plan import Plan, Schedule
 from pptune.plans_file import PlansFile, ProfileReference, Space
 from pptune.profiles import Profile
-from pptune.scores import OutOfTime, Progress, Scores
+from pptune.scores import OutOfTime, Progress, Scores, families
 from pptune.space import Axes, Layout, Listing, list_plans, text_of_axes
 from pptune.study import open_study, record, sample
 from pptune.targets import Target
@@ -30,8 +30,8 @@ MAX_ENUMERATED = 100_000
 DEFAULT_TRIALS = 2_000
 """Sampled plans where the user gives no number."""
 
-_PRIOR_SHARE = 0.75
-"""Share of sampled trials spent first on the fitting plans with the least bound."""
+_PRIOR_SHARE = 0.5
+"""Share of sampled trials spent on the cost model's prior before the sampler chooses."""
 
 Objective = Literal["time", "memory", "pareto"]
 
@@ -277,12 +277,17 @@ def _sample(question: _Question, scores: Scores, reference: ProfileReference) ->
 
 
 def _promising(scores: Scores, num_wanted: int) -> list[int]:
-    """Positions of the first plans in order of their bound that fit, the cost model's prior."""
+    """Positions of fitting plans to try first, the cost model's prior: in order of their bound, but
+    one of each family before a second of any, since group sizes do not change the bound."""
+    place = np.empty(len(scores.plans), dtype=np.int64)
+    for start, stop in families(scores.plans):
+        place[start:stop] = np.arange(stop - start)
+    known = scores.known
     found: list[int] = []
-    for position, index in enumerate(map(int, scores.known)):
+    for position in map(int, np.argsort(place[known], kind="stable")):
         if len(found) == num_wanted:
             break
-        if scores.judge(index):
+        if scores.judge(int(known[position])):
             found.append(position)
     return found
 
