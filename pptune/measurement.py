@@ -7,7 +7,7 @@ rest.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -131,12 +131,17 @@ def per_unit(longer: Measurement, shorter: Measurement, *, units: int) -> Centre
     return Centre(seconds=max(0.0, seconds), half_width_s=half_width)
 
 
-def unsettled_warning(what: str, centre: Centre, num_samples: int, max_noise: float) -> str:
-    """That `what` did not settle, by how much, and what to do."""
+def unsettled_warning(unsettled: Mapping[str, Centre], max_noise: float) -> str | None:
+    """Which times did not settle, by how much, and what to do; None where all did."""
+    if not unsettled:
+        return None
+    named = ", ".join(
+        f"{what} ({format_seconds(centre.seconds)} +- {format_ratio(centre.noise_ratio)})"
+        for what, centre in unsettled.items()
+    )
     return (
-        f"{what} did not settle: {format_seconds(centre.seconds)} +- "
-        f"{format_ratio(centre.noise_ratio)} after {num_samples} samples (asked for: "
-        f"{format_ratio(max_noise)}); use a larger --budget or a quieter machine"
+        f"not settled to {format_ratio(max_noise)}: {named}; use a larger --budget or a quieter "
+        "machine"
     )
 
 

@@ -563,7 +563,7 @@ def test_noise_is_reported_and_the_numbers_kept() -> None:
     assert block.status == "unsettled"
     assert block.forward_s is not None
     warnings = sample_warnings(noisy, units=UNITS, max_noise=0.02)
-    assert any("block forward at b=1 did not settle" in warning for warning in warnings)
+    assert any("not settled to 2.0%: block forward at b=1" in warning for warning in warnings)
     assert sample_warnings(made_up_samples(), units=UNITS, max_noise=0.02) == []
 
 
@@ -638,7 +638,7 @@ def test_two_ranks_agree_on_rounds_samples_and_memory(tmp_path: Path) -> None:
     assert (block.forward_s or 0) > 0
     assert (block.backward_input_s or 0) > 0
     assert not first.is_settled
-    assert any("did not settle" in warning for warning in first.warnings)
+    assert any("not settled to" in warning for warning in first.warnings)
 
 
 # --- GPUs -----------------------------------------------------------------------------------------

@@ -137,9 +137,15 @@ def test_a_slow_rank_is_named() -> None:
     assert "rank 3 takes 30.0% longer" in warning
 
 
-def test_unsettled_says_by_how_much() -> None:
+def test_unsettled_says_what_and_by_how_much() -> None:
     text = measurement.unsettled_warning(
-        "block", Centre(seconds=0.01, half_width_s=0.0007), 12, 0.02
+        {
+            "block forward at b=1": Centre(seconds=0.01, half_width_s=0.0007),
+            "block backward at b=1": Centre(seconds=0.02, half_width_s=0.0006),
+        },
+        0.02,
     )
-    assert "10.0 ms +- 7.0% after 12 samples" in text
-    assert "2.0%" in text
+    assert text is not None
+    assert "not settled to 2.0%: block forward at b=1 (10.0 ms +- 7.0%)" in text
+    assert "block backward at b=1 (20.0 ms +- 3.0%)" in text
+    assert measurement.unsettled_warning({}, 0.02) is None

@@ -166,6 +166,7 @@ def sample_warnings(
 ) -> list[str]:
     """What a reader must know about the block's times, in words."""
     warnings: list[str | None] = []
+    unsettled: dict[str, Centre] = {}
     sizes = sorted({size for _, size, _ in samples.by_rank})
     for size in sizes:
         for phase in ("forward", "backward"):
@@ -176,7 +177,8 @@ def sample_warnings(
             what = f"block {phase} at b={size}"
             warnings.append(quantised_warning(what, raw.samples_s))
             if centre.noise_ratio > max_noise:
-                warnings.append(unsettled_warning(what, centre, len(raw.samples_s), max_noise))
+                unsettled[what] = centre
+    warnings.append(unsettled_warning(unsettled, max_noise))
     if sizes:
         ranks = samples.by_rank.get(("block", sizes[-1], "forward"), [])
         medians = [float(np.median(rank)) for rank in ranks if rank]
