@@ -13,7 +13,8 @@ from pptune.plans_file import PlansFile
 from pptune.profiles import Profile
 from pptune.units import format_ratio, format_seconds
 from pptune.validation_file import ValidationFile
-from pptune.views import figures
+from pptune.views import plan_figures, profile_figures
+from pptune.views.chart import Figure
 from pptune.views.explanation import sentences
 from pptune.views.plans import layers_text, ranking, shown_label
 from pptune.views.report_text import CAPTIONS, GLOSSARY, NO_REQUESTS, STYLE
@@ -135,20 +136,20 @@ def _figures(
     """A section per figure that has something to draw; the first carries the library."""
     alternatives = () if explanation is None else explanation.alternatives
     end_s = max((timeline.end_s for timeline in timelines), default=0.0)
-    drawn: list[tuple[str, str, figures.Figure | None]] = [
-        ("step-time", "Step time over V and b", figures.step_time_map(alternatives)),
-        ("parts", "Where the step goes", figures.where_the_step_goes(plans)),
-        ("accuracy", "Predicted against measured", figures.predicted_and_measured(validation)),
+    drawn: list[tuple[str, str, Figure | None]] = [
+        ("step-time", "Step time over V and b", plan_figures.step_time_map(alternatives)),
+        ("parts", "Where the step goes", plan_figures.where_the_step_goes(plans)),
+        ("accuracy", "Predicted against measured", plan_figures.predicted_and_measured(validation)),
         *(
             ("timeline", f"Timeline, {item.name}: {shown_label(item.plan.label)}",
-             figures.timeline_bars(item, end_s=end_s))
+             plan_figures.timeline_bars(item, end_s=end_s))
             for item in timelines
         ),
         ("memory", "Memory by rank",
-         figures.memory_bars(plans, _candidate(plans, rank), validation)),
-        ("layer-times", "Time of a block over b", figures.layer_curve(profile)),
-        ("links", "Links", figures.link_curves(profile)),
-        ("pareto", "Step time against memory", figures.time_and_memory(plans)),
+         plan_figures.memory_bars(plans, _candidate(plans, rank), validation)),
+        ("layer-times", "Time of a block over b", profile_figures.layer_curve(profile)),
+        ("links", "Links", profile_figures.link_curves(profile)),
+        ("pareto", "Step time against memory", plan_figures.time_and_memory(plans)),
     ]  # fmt: skip
     sections: list[str] = []
     for name, title, figure in drawn:

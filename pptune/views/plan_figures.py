@@ -1,36 +1,34 @@
-"""The report's figures, each a plotly figure or None where there is nothing to draw.
+"""Figures of plans: predicted, timed and measured; each is None where there is nothing to draw."""
 
-Colours are chosen to be readable on light and on dark paper; text and grid colours are the page's.
-"""
-
-import math
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
-import plotly.graph_objects as go
-
-from pptune.curves import CurveFit, fit_curve, usable_points
 from pptune.estimate import Breakdown, Candidate
 from pptune.explanation import Alternative
 from pptune.plans_file import PlansFile
-from pptune.profiles import Layer, Link, Profile
 from pptune.units import (
     format_bytes,
-    format_bytes_per_s,
     format_ratio,
     format_seconds,
     seconds_unit,
 )
 from pptune.validation_file import ValidationFile
+from pptune.views.chart import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    Figure,
+    new_figure,
+    short_label,
+)
 from pptune.views.plans import shown_label
-from pptune.views.profile import link_name
 from pptune.views.slices import Timeline
 from pptune.views.validation import PARTS
 
-BLUE, GREEN, ORANGE, PURPLE, RED, GREY = (
-    "#4c8bf5", "#2ba66f", "#e09030", "#a06cd5", "#d9534f", "#8a8f98",
-)  # fmt: skip
 WORKS = {
     "F": ("forward", BLUE), "B": ("backward", GREEN), "I": ("backward, input part", GREEN),
     "W": ("backward, weight part", ORANGE),
@@ -42,17 +40,12 @@ MAX_BARS = 6000
 as many."""
 
 MAX_EDGED_BARS = 600
-
-MAX_LINKS = 6
-"""Links drawn one by one; more are drawn as their slowest and fastest."""
+"""More bars than this have no edges."""
 
 MAX_STACKS = 4
 """Candidates whose parts are drawn."""
 
 GIB = 2**30
-
-Figure = Any
-"""plotly's go.Figure: the library has no types."""
 
 
 def step_time_map(alternatives: Sequence[Alternative]) -> Figure | None:
@@ -75,7 +68,7 @@ def step_time_map(alternatives: Sequence[Alternative]) -> Figure | None:
     def cells(value: Callable[[tuple[int, int]], Any]) -> list[list[Any]]:
         return [[value((v, b)) for b in sizes] for v in chunks]
 
-    figure = _figure("V, chunks per rank", "b, micro-batch size")
+    figure = new_figure("V, chunks per rank", "b, micro-batch size")
     figure.add_heatmap(
         x=[str(b) for b in sizes], y=[str(v) for v in chunks],
         z=cells(lambda key: found[key] / scale if key in found else None),
@@ -89,73 +82,6 @@ def step_time_map(alternatives: Sequence[Alternative]) -> Figure | None:
     return figure
 
 
-def layer_curve(profile: Profile) -> Figure | None:
-    """t(b) of one block with its fit, the plateau's line and the knee; log-log."""
-    block = profile.layer("block")
-    points = [] if block is None else block_points(block)
-    if len(points) < 2:
-        return None
-    sizes, seconds = [size for size, _ in points], [value for _, value in points]
-    fit = fit_curve(sizes, seconds)
-    grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (step / 60) for step in range(61)]
-    unit, scale = seconds_unit(seconds)
-    figure = _figure(f"t(b) ({unit})", "b, micro-batch size")
-    figure.add_scatter(
-        name="measured", x=sizes, y=[value / scale for value in seconds], mode="markers",
-        marker={"color": BLUE, "size": 9},
-        text=[f"b = {size}<br>{format_seconds(value)}<br>{format_seconds(value / size)} per "
-              "sequence" for size, value in points],
-        hoverinfo="text",
-    )  # fmt: skip
-    figure.add_scatter(
-        name="fit", x=grid, y=[fit.seconds(size) / scale for size in grid], mode="lines",
-        line={"color": BLUE}, text=[format_seconds(fit.seconds(size)) for size in grid],
-        hoverinfo="text",
-    )  # fmt: skip
-    figure.add_scatter(
-        name="at the best rate", x=grid, y=[fit.per_sequence_s * size / scale for size in grid],
-        mode="lines", line={"color": GREY, "dash": "dash"}, hoverinfo="skip",
-    )  # fmt: skip
-    figure.update_xaxes(type="log", tickvals=sizes, ticktext=[str(size) for size in sizes])
-    _logarithmic_y(figure, [value / scale for value in seconds])
-    _mark_knee(figure, fit, sizes)
-    return figure
-
-
-def link_curves(profile: Profile) -> Figure | None:
-    """One-way time over message size: measured points and latency + size / bandwidth; log-log."""
-    links = _links_to_draw([link for link in profile.links if link.points])
-    if not links:
-        return None
-    times = [point.one_way_s for link in links for point in link.points]
-    unit, scale = seconds_unit(times)
-    figure = _figure(f"one-way time ({unit})", "message size")
-    for link, colour in zip(links, cycle((BLUE, GREEN, ORANGE, PURPLE, RED, GREY)), strict=False):
-        points = sorted(link.points, key=lambda point: point.num_bytes)
-        name = f"{link_name(link)} ({link.scope})"
-        figure.add_scatter(
-            name=name, legendgroup=name, mode="markers", marker={"color": colour, "size": 8},
-            x=[point.num_bytes for point in points],
-            y=[point.one_way_s / scale for point in points], hoverinfo="text",
-            text=[f"{name}<br>{format_bytes(point.num_bytes)}: {format_seconds(point.one_way_s)}"
-                  for point in points],
-        )  # fmt: skip
-        figure.add_scatter(
-            name=f"{format_seconds(link.latency_s)} + size / "
-            f"{format_bytes_per_s(link.bytes_per_s)}",
-            legendgroup=name, mode="lines", line={"color": colour}, hoverinfo="skip",
-            x=[point.num_bytes for point in points],
-            y=[(link.latency_s + point.num_bytes / link.bytes_per_s) / scale for point in points],
-        )  # fmt: skip
-    sizes = sorted({point.num_bytes for link in links for point in link.points})
-    figure.update_xaxes(
-        type="log", tickvals=sizes[:: max(1, len(sizes) // 4)],
-        ticktext=[format_bytes(size) for size in sizes[:: max(1, len(sizes) // 4)]],
-    )  # fmt: skip
-    _logarithmic_y(figure, [value / scale for value in times])
-    return figure
-
-
 def timeline_bars(timeline: Timeline, *, end_s: float) -> Figure | None:
     """Ranks as rows, actions as bars by kind of work; time from 0 to `end_s`."""
     if not timeline.slices:
@@ -166,7 +92,7 @@ def timeline_bars(timeline: Timeline, *, end_s: float) -> Figure | None:
         end_s = shown[-1].start_s
         part = f", the first {len(shown):,} of {len(timeline.slices):,} actions"
     unit, scale = seconds_unit([end_s])
-    figure = _figure("rank", f"time ({unit}){part}")
+    figure = new_figure("rank", f"time ({unit}){part}")
     # A thin edge tells neighbours apart, until there are so many that edges are all one sees.
     edge = {"width": 0.5 if len(shown) <= MAX_EDGED_BARS else 0, "color": "rgba(255,255,255,0.7)"}
     for work, (name, colour) in WORKS.items():
@@ -198,7 +124,7 @@ def predicted_and_measured(validation: ValidationFile | None) -> Figure | None:
     measured_s = [run.measured_s or 0.0 for run in runs]
     unit, scale = seconds_unit(measured_s)
     names = [short_label(run.plan.label) for run in runs]
-    figure = _figure("", f"step time ({unit})")
+    figure = new_figure("", f"step time ({unit})")
     noise_s = [
         seconds * (run.noise_ratio or 0.0) for run, seconds in zip(runs, measured_s, strict=True)
     ]
@@ -228,7 +154,7 @@ def memory_bars(
     peaks = _peaks(plans, chosen, validation)
     if not peaks:
         return None
-    figure = _figure("peak memory (GiB)", "rank")
+    figure = new_figure("peak memory (GiB)", "rank")
     for (name, by_rank), colour in zip(peaks, cycle((BLUE, GREEN, GREY, ORANGE)), strict=False):
         figure.add_bar(
             name=name, x=list(range(len(by_rank))), y=[peak / GIB for peak in by_rank],
@@ -256,7 +182,7 @@ def where_the_step_goes(plans: PlansFile) -> Figure | None:
     if not steps:
         return None
     unit, scale = seconds_unit([value for _, parts in steps for value in _values(parts)])
-    figure = _figure("", f"slowest rank's step ({unit})")
+    figure = new_figure("", f"slowest rank's step ({unit})")
     for part in PARTS:
         seconds = [getattr(parts, part) for _, parts in steps]
         name = part.replace("_", " ")
@@ -278,7 +204,7 @@ def time_and_memory(plans: PlansFile) -> Figure | None:
         return None
     unit, scale = seconds_unit([row.estimate.step_time_s for row in rows])
     peaks = [max(row.estimate.peak_memory_bytes or (0,)) for row in rows]
-    figure = _figure(f"step time ({unit})", "peak memory of the fullest rank (GiB)")
+    figure = new_figure(f"step time ({unit})", "peak memory of the fullest rank (GiB)")
     figure.add_scatter(
         x=[peak / GIB for peak in peaks], y=[row.estimate.step_time_s / scale for row in rows],
         mode="markers", marker={"color": BLUE, "size": 10}, hoverinfo="text", showlegend=False,
@@ -291,21 +217,6 @@ def time_and_memory(plans: PlansFile) -> Figure | None:
     return figure
 
 
-def short_label(label: str) -> str:
-    """A plan's label on two lines: names on an axis must leave room for the figure."""
-    schedule, _, rest = shown_label(label).partition(" ")
-    return f"{schedule}<br>{rest}"
-
-
-def block_points(layer: Layer) -> list[tuple[int, float]]:
-    """(b, forward + backward seconds), ascending, of the sizes that have both."""
-    return sorted(
-        (point.microbatch_size, point.forward_s + point.backward_s)
-        for point in usable_points(layer)
-        if point.forward_s is not None and point.backward_s is not None
-    )
-
-
 def _map_label(row: Alternative, best_s: float) -> str:
     name = f"V = {row.num_chunks}, b = {row.microbatch_size}"
     if row.plan is None or row.estimate is None:
@@ -315,33 +226,6 @@ def _map_label(row: Alternative, best_s: float) -> str:
         f"{name}, M = {row.plan.num_microbatches}<br>{shown_label(row.plan.label)}<br>"
         f"{format_seconds(row.estimate.step_time_s)}, {format_ratio(slower, sign=True)} on the best"
     )
-
-
-def _mark_knee(figure: Figure, fit: CurveFit, sizes: Sequence[int]) -> None:
-    knee = fit.knee_microbatch_size
-    if knee is not None and sizes[0] < knee < sizes[-1]:
-        figure.add_vline(x=knee, line={"color": ORANGE, "dash": "dot"})
-        # On a logarithmic axis plotly takes an annotation's place as a power of ten, a line's not.
-        figure.add_annotation(
-            x=math.log10(knee), y=1.0, yref="paper", showarrow=False,
-            xanchor="left" if knee**2 < sizes[0] * sizes[-1] else "right",
-            text=f"90 % of the best rate at b = {knee:.1f}",
-        )  # fmt: skip
-
-
-def _logarithmic_y(figure: Figure, values: Sequence[float]) -> None:
-    """Marks at 1, 2 and 5 of each decade, written out: plotly's own leave the decade away."""
-    known = [value for value in values if value > 0]
-    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
-    marks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-    figure.update_yaxes(type="log", tickvals=marks, ticktext=[f"{mark:g}" for mark in marks])
-
-
-def _links_to_draw(links: Sequence[Link]) -> list[Link]:
-    if len(links) <= MAX_LINKS:
-        return list(links)
-    by_speed = sorted(links, key=lambda link: link.bytes_per_s)
-    return [by_speed[0], by_speed[-1]]
 
 
 def _peaks(
@@ -360,21 +244,3 @@ def _peaks(
 
 def _values(parts: Breakdown) -> list[float]:
     return [getattr(parts, name) for name in PARTS]
-
-
-def _figure(y_title: str, x_title: str) -> Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        template="none",
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 13, "color": GREY},
-        margin={"l": 10, "r": 10, "t": 40, "b": 10},
-        height=340,
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
-        dragmode=False,
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},
-    )
-    figure.update_xaxes(title=x_title, automargin=True, zeroline=False)
-    figure.update_yaxes(title=y_title, automargin=True, zeroline=False)
-    return figure
