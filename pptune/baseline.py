@@ -1,11 +1,15 @@
-"""The plan that a search's gain is measured against, as the user writes it."""
+"""The plans that a search's gain is measured against."""
 
 from dataclasses import replace
 from typing import Any, get_args
 
+from pptune.cost_model import CostModel
 from pptune.errors import UsageError
+from pptune.estimate import Estimate, PredictedPlan
 from pptune.plan import Plan, Schedule
-from pptune.space import Axes
+from pptune.request import Query
+from pptune.scores import Scores
+from pptune.space import Axes, Listing
 
 _AXES = {
     "num_chunks": "num_chunks",
@@ -68,6 +72,43 @@ def is_named(text: str, plan: Plan) -> bool:
         and allows(axes.microbatch_group_sizes, plan.microbatch_group_size)
         and plan.recompute in axes.recompute
     )
+
+
+def baselines(
+    query: Query, pick: Plan
+) -> tuple[PredictedPlan | None, PredictedPlan | None, tuple[str, ...]]:
+    """(baseline, 1F1B at the pick's own b, warnings)."""
+    axes = parse_baseline(query.request.baseline, query.axes)
+    listing = query.list(axes)
+    baseline = _best(query, listing)
+    warnings: tuple[str, ...] = ()
+    if baseline is None:
+        if listing.plans:
+            why = "none of its plans fits"
+        else:
+            why = "; ".join(str(violation) for violation in listing.examples.values())
+        if query.request.baseline is not None:
+            raise UsageError(f"baseline {query.request.baseline!r}: {why}")
+        warnings = (f"there is no 1F1B baseline: {why}",)
+    same = parse_baseline(f"microbatch_size={pick.microbatch_size}", query.axes)
+    return baseline, _best(query, query.list(same)), warnings
+
+
+def _best(query: Query, listing: Listing) -> PredictedPlan | None:
+    """The fastest fitting plan of a listing, or None."""
+    scores = Scores(query.model, listing.plans)
+    found = scores.fastest(map(int, scores.known), 1)
+    if not found:
+        return None
+    plan = scores.plans[found[0]]
+    return PredictedPlan(plan=plan, estimate=estimated(query.model, plan))
+
+
+def estimated(model: CostModel, plan: Plan) -> Estimate:
+    """The estimate of a plan that is known to have one."""
+    estimate = model.estimate(plan)
+    assert isinstance(estimate, Estimate), estimate
+    return estimate
 
 
 def _one_of(value: str, allowed: tuple[str, ...], text: str | None, name: str) -> str:

@@ -1,8 +1,8 @@
 """A plan on a profile: how long its step takes, where the time goes, what memory it needs.
 
-The step is played action by action in the order that will run (simulator.py); stage times come from
-stage_times.py, messages from hops.py, bytes from memory.py. What was assumed rather than measured
-is said in words in every estimate.
+The step is played action by action in the order that will run (simulator); composition.py puts its
+costs together, memory.py its bytes. What was assumed rather than measured is said in words in every
+estimate.
 """
 
 from collections.abc import Sequence
@@ -12,38 +12,24 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.bounds import StepBound, step_bound
+from pptune.composition import Inputs, compose, overhead_of
 from pptune.errors import MissingNumber, UsageError
 from pptune.estimate import Breakdown, Estimate, Infeasible
 from pptune.executors import Executor
-from pptune.hops import Links, message_bytes
-from pptune.memory import (
-    ActivationMemory,
-    MemoryParts,
-    StaticMemory,
-    activation_memory,
-    fullest_rank_range,
-    peak_bytes,
-    peak_memory,
-    per_rank,
-    rank_parameter_bytes,
-    static_memory,
-)
+from pptune.hops import Links
+from pptune.memory import MemoryParts, fullest_rank_range, peak_bytes, peak_memory, per_rank
 from pptune.partition import balanced_layers
 from pptune.plan import Plan
-from pptune.profiles import Link, Overhead, Profile, Source, weakest
+from pptune.profiles import Link, Overhead, Profile
 from pptune.schedules import Order, generate
-from pptune.simulator import Costs, Hops, Simulation, simulate
-from pptune.stage_times import ModelTimes, StageTimes, model_times, stage_times
-from pptune.step_constants import constant_costs
+from pptune.simulator import Costs, Simulation, simulate
+from pptune.stage_times import ModelTimes, model_times
 from pptune.targets import Target, executor_of
 
 Floats = NDArray[np.float64]
 
 BORDERLINE_RATIO = 0.05
 """A peak within this share of the limit is called borderline: such runs fail now and then."""
-
-_TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_1F1B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +48,6 @@ class Setting:
     context_parallel: int | None = None
     links: tuple[Link, ...] = ()
     """Given on the command line; each replaces the measured links of its scope."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What plans that differ only in schedule, M and N share."""
-
-    costs: Costs
-    executor: Executor
-    constant_s: Floats
-    """Seconds per step besides the actions, of each rank."""
-    bound: StepBound
-    static: StaticMemory | None
-    activation: ActivationMemory | None
-    source: Source
-    assumptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +118,7 @@ class CostModel:
 
     def overhead(self, plan: Plan) -> Overhead | None:
         """What the plan's executor adds to bare layer times; None where none was measured."""
-        return self._overhead(self.executor(plan))[0]
+        return overhead_of(self.profile, self.executor(plan))[0]
 
     def order(self, plan: Plan) -> Order:
         """The plan's actions, rank by rank; the last one asked for is kept."""
@@ -258,7 +229,14 @@ class CostModel:
                plan.recompute, plan.data_parallel, executor, plan.splits_backward)  # fmt: skip
         found = self._inputs.get(key)
         if found is None:
-            found = self._inputs[key] = self._compose(plan, executor)
+            found = self._inputs[key] = compose(
+                plan,
+                self.profile,
+                executor=executor,
+                times=self.layer_costs(plan.microbatch_size, plan.recompute),
+                links=self._links,
+                zero_stage=self.setting.zero_stage,
+            )
         return found
 
     def _check_parallel(self) -> None:
@@ -272,70 +250,6 @@ class CostModel:
                     f"the profile's layer times hold for {name}-parallel {at}, not {asked}; "
                     f"import times measured at --{name}-parallel {asked}, or ask for {at}"
                 )
-
-    def _compose(self, plan: Plan, executor: Executor) -> Inputs:
-        times = self.layer_costs(plan.microbatch_size, plan.recompute)
-        stages = stage_times(
-            times, plan.layers_per_stage, first_stage_splits=executor not in _TORCH
-        )
-        if plan.splits_backward and stages.backward_input_s is None:
-            raise MissingNumber(
-                f"{plan.schedule} plays input and weight gradients apart, and the profile has no "
-                "separate times for them; profile again, or use a schedule with full backwards",
-                rule="split-times-not-measured",
-            )
-        overhead, assumptions = self._overhead(executor)
-        sources: list[Source] = [times.source]
-        if overhead is not None:
-            sources.append(overhead.source)
-        message = 0
-        if plan.num_ranks > 1:
-            message = message_bytes(self.profile, times.block.boundary_bytes, plan.microbatch_size)
-        forward_hops, backward_hops, link_source = self._links.hops(
-            plan.num_ranks,
-            plan.num_chunks,
-            plan.placement,
-            num_bytes=message,
-            wake_s=0.0 if overhead is None else overhead.hop_s,
-        )
-        slowdown = self.profile.interference_ratio
-        if slowdown and executor is not Executor.MEGATRON_EXPOSED:
-            stages = slowed(stages, forward_hops, backward_hops, slowdown)
-        elif slowdown is None and plan.num_ranks > 1:
-            assumptions.append("how far messages slow compute down was not measured: counted as 0")
-        parameter_bytes = rank_parameter_bytes(plan, self.profile)
-        constants = constant_costs(plan, self.profile, overhead, parameter_bytes)
-        costs = Costs(
-            forward_s=stages.forward_s,
-            backward_s=stages.backward_s,
-            backward_input_s=stages.backward_input_s,
-            backward_weight_s=stages.backward_weight_s,
-            overhead_s=_overhead_by_work(overhead),
-            forward_hops=forward_hops,
-            backward_hops=backward_hops,
-        )
-        return Inputs(
-            costs=costs,
-            executor=executor,
-            constant_s=constants.seconds,
-            bound=step_bound(plan, costs, float(constants.seconds.max())),
-            static=static_memory(plan, self.profile, zero_stage=self.setting.zero_stage),
-            activation=activation_memory(times, message_bytes=message),
-            source=weakest([*sources, link_source, constants.source]),
-            assumptions=(*times.assumptions, *assumptions, *constants.assumptions),
-        )
-
-    def _overhead(self, executor: Executor) -> tuple[Overhead | None, list[str]]:
-        """The executor's own overhead, or another's with the assumption said."""
-        measured = self.profile.overheads
-        if executor in measured:
-            return measured[executor], []
-        for other in _TORCH:
-            if other in measured:
-                return measured[other], [
-                    f"the overhead of {executor} was not measured: taken from {other}"
-                ]
-        return None, [f"the overhead per action of {executor} was not measured: counted as 0"]
 
     def _estimate(self, evaluation: Evaluation, peaks: Floats | None, plan: Plan) -> Estimate:
         simulation, inputs = evaluation.simulation, evaluation.inputs
@@ -392,37 +306,3 @@ def breakdown(simulation: Simulation, constant_s: Floats, step_time_s: float) ->
         overhead=overhead,
         step_constant=constant,
     )
-
-
-def slowed(stages: StageTimes, forward_hops: Hops, backward_hops: Hops, ratio: float) -> StageTimes:
-    """Stage times where compute takes 1 + `ratio` as long while the stage's messages move.
-
-    In the steady state one message arrives and one leaves per action; weight gradients send none.
-    """
-
-    def stretched(seconds: Floats | None, wire_s: Floats) -> Floats | None:
-        if seconds is None:
-            return None
-        moving_s = np.zeros(len(seconds))
-        moving_s[1:] += wire_s
-        moving_s[:-1] += wire_s
-        return np.asarray(seconds + ratio * np.minimum(seconds, moving_s))
-
-    forward_s = stretched(stages.forward_s, forward_hops.wire_s)
-    backward_s = stretched(stages.backward_s, backward_hops.wire_s)
-    assert forward_s is not None
-    assert backward_s is not None
-    return StageTimes(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        backward_input_s=stretched(stages.backward_input_s, backward_hops.wire_s),
-        backward_weight_s=stages.backward_weight_s,
-    )
-
-
-def _overhead_by_work(overhead: Overhead | None) -> Floats:
-    """Seconds per action by Work: forward, backward, input part, weight part."""
-    if overhead is None:
-        return np.zeros(4)
-    return np.array([overhead.forward_s, overhead.backward_s, overhead.backward_s,
-                     overhead.backward_s])  # fmt: skip

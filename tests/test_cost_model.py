@@ -327,6 +327,41 @@ def test_replicas_pay_an_allreduce_of_their_gradients() -> None:
     assert any("all-reduce was not measured" in text for text in unmeasured.assumptions)
 
 
+def test_tied_embeddings_exchange_their_gradient_once_per_step() -> None:
+    # Megatron-LM keeps one copy on the first and one on the last stage and all-reduces them.
+    profile = synthetic_profile(
+        num_layers=8, num_ranks=4, end_parameter_bytes=100, links=[uniform_link(1.0, 50.0)]
+    )
+    tied = replace(profile, model=replace(profile.model, tie_word_embeddings=True))
+    setting = Setting(target=parse_target("megatron"))
+    wanted = plan(4, 1, 4, num_layers=8)
+    once = CostModel(tied, setting).inputs(wanted).constant_s
+    np.testing.assert_allclose(once, [3.0, 0.0, 0.0, 3.0])
+    np.testing.assert_allclose(CostModel(profile, setting).inputs(wanted).constant_s, 0.0)
+
+
+def test_a_large_vocabulary_weighs_as_much_as_one_or_two_blocks() -> None:
+    # bigscience-workshop/Megatron-DeepSpeed 186: with 250k words the embedding is about one layer
+    # of the 176B model (h = 14336) and two of the 104B one (h = 11264).
+    for hidden, layers in ((14336, 1), (11264, 2)):
+        spec = ModelSpec(
+            name="m",
+            family="gpt",
+            num_layers=70,
+            seq_len=2048,
+            hidden_size=hidden,
+            num_heads=hidden // 128,
+            ffn_size=4 * hidden,
+        )
+        block, flops = spec.block_parameters(), spec.block_flops_per_sequence()
+        assert block is not None
+        assert round(250_880 * hidden / block) == layers
+        # Time is another matter: the head's products cost that much, the embedding's none.
+        assert flops is not None
+        head_flops = 2.0 * 2048 * hidden * 250_880
+        assert head_flops / flops == pytest.approx(2 * 250_880 / (24 * hidden + 4 * 2048), rel=1e-6)
+
+
 def test_full_recompute_plays_the_forward_again_unless_it_was_measured() -> None:
     profile = synthetic_profile(num_layers=4, block=1.0)
     full = plan(2, 1, 4, num_layers=4, recompute="full")

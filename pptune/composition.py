@@ -1,0 +1,175 @@
+"""What a plan's step is made of: stage times, messages, overheads and constants put together.
+
+Nothing is played here. Plans that differ only in schedule, M and N share the result.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pptune.bounds import StepBound, step_bound
+from pptune.errors import MissingNumber
+from pptune.executors import Executor
+from pptune.hops import Links, message_bytes
+from pptune.memory import (
+    ActivationMemory,
+    StaticMemory,
+    activation_memory,
+    rank_parameter_bytes,
+    static_memory,
+)
+from pptune.plan import Plan
+from pptune.profiles import Overhead, Profile, Source, weakest
+from pptune.simulator import Costs, Hops
+from pptune.stage_times import ModelTimes, StageTimes, stage_times
+from pptune.step_constants import constant_costs
+
+Floats = NDArray[np.float64]
+
+_TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_1F1B)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What plans that differ only in schedule, M and N share."""
+
+    costs: Costs
+    executor: Executor
+    constant_s: Floats
+    """Seconds per step besides the actions, of each rank."""
+    bound: StepBound
+    static: StaticMemory | None
+    activation: ActivationMemory | None
+    source: Source
+    assumptions: tuple[str, ...]
+
+
+def compose(
+    plan: Plan,
+    profile: Profile,
+    *,
+    executor: Executor,
+    times: ModelTimes,
+    links: Links,
+    zero_stage: int = 0,
+) -> Inputs:
+    """The numbers that a plan's step is made of when `executor` runs it.
+
+    `times` are those of the plan's micro-batch size and recompute. Raises MissingNumber where the
+    profile lacks a link, split times or the size of a message.
+    """
+    stages = stage_times(times, plan.layers_per_stage, first_stage_splits=executor not in _TORCH)
+    if plan.splits_backward and stages.backward_input_s is None:
+        raise MissingNumber(
+            f"{plan.schedule} plays input and weight gradients apart, and the profile has no "
+            "separate times for them; profile again, or use a schedule with full backwards",
+            rule="split-times-not-measured",
+        )
+    overhead, assumptions = overhead_of(profile, executor)
+    sources: list[Source] = [times.source]
+    if overhead is not None:
+        sources.append(overhead.source)
+    message = 0
+    if plan.num_ranks > 1:
+        message = message_bytes(profile, times.block.boundary_bytes, plan.microbatch_size)
+    forward_hops, backward_hops, link_source = links.hops(
+        plan.num_ranks,
+        plan.num_chunks,
+        plan.placement,
+        num_bytes=message,
+        wake_s=0.0 if overhead is None else overhead.hop_s,
+    )
+    slowdown = profile.interference_ratio
+    if slowdown and executor is not Executor.MEGATRON_EXPOSED:
+        stages = slowed(stages, forward_hops, backward_hops, slowdown)
+    elif slowdown is None and plan.num_ranks > 1:
+        assumptions.append("how far messages slow compute down was not measured: counted as 0")
+    parameter_bytes = rank_parameter_bytes(plan, profile)
+    constants = constant_costs(plan, profile, overhead, parameter_bytes)
+    constant_s = constants.seconds
+    if profile.model.tie_word_embeddings and plan.num_ranks > 1:
+        constant_s = constant_s + _tied_exchange_s(plan, profile, links)
+        assumptions.append(
+            "tied embeddings: first and last stage exchange the gradient over their link"
+        )
+    costs = Costs(
+        forward_s=stages.forward_s,
+        backward_s=stages.backward_s,
+        backward_input_s=stages.backward_input_s,
+        backward_weight_s=stages.backward_weight_s,
+        overhead_s=_overhead_by_work(overhead),
+        forward_hops=forward_hops,
+        backward_hops=backward_hops,
+    )
+    return Inputs(
+        costs=costs,
+        executor=executor,
+        constant_s=constant_s,
+        bound=step_bound(plan, costs, float(constant_s.max())),
+        static=static_memory(plan, profile, zero_stage=zero_stage),
+        activation=activation_memory(times, message_bytes=message),
+        source=weakest([*sources, link_source, constants.source]),
+        assumptions=(*times.assumptions, *assumptions, *constants.assumptions),
+    )
+
+
+def slowed(stages: StageTimes, forward_hops: Hops, backward_hops: Hops, ratio: float) -> StageTimes:
+    """Stage times where compute takes 1 + `ratio` as long while the stage's messages move.
+
+    In the steady state one message arrives and one leaves per action; weight gradients send none.
+    """
+
+    def stretched(seconds: Floats | None, wire_s: Floats) -> Floats | None:
+        if seconds is None:
+            return None
+        moving_s = np.zeros(len(seconds))
+        moving_s[1:] += wire_s
+        moving_s[:-1] += wire_s
+        return np.asarray(seconds + ratio * np.minimum(seconds, moving_s))
+
+    forward_s = stretched(stages.forward_s, forward_hops.wire_s)
+    backward_s = stretched(stages.backward_s, backward_hops.wire_s)
+    assert forward_s is not None
+    assert backward_s is not None
+    return StageTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        backward_input_s=stretched(stages.backward_input_s, backward_hops.wire_s),
+        backward_weight_s=stages.backward_weight_s,
+    )
+
+
+def _overhead_by_work(overhead: Overhead | None) -> Floats:
+    """Seconds per action by Work: forward, backward, input part, weight part."""
+    if overhead is None:
+        return np.zeros(4)
+    return np.array([overhead.forward_s, overhead.backward_s, overhead.backward_s,
+                     overhead.backward_s])  # fmt: skip
+
+
+def _tied_exchange_s(plan: Plan, profile: Profile, links: Links) -> Floats:
+    """Seconds of the ranks that hold one shared weight's two copies to add their gradients."""
+    seconds = np.zeros(plan.num_ranks)
+    first, last = plan.rank_of(0), plan.rank_of(plan.num_stages - 1)
+    embedding = profile.layer("embedding")
+    if first != last and embedding is not None and embedding.parameter_bytes is not None:
+        link = links.between(last, first, num_ranks=plan.num_ranks)
+        memory = profile.memory
+        ratio = 1.0 if memory is None else memory.gradient_bytes_per_parameter_byte
+        num_bytes = embedding.parameter_bytes * ratio
+        seconds[[first, last]] = link.latency_s + num_bytes / link.bytes_per_s
+    return seconds
+
+
+def overhead_of(profile: Profile, executor: Executor) -> tuple[Overhead | None, list[str]]:
+    """The executor's own overhead, or another's with the assumption said."""
+    measured = profile.overheads
+    if executor in measured:
+        return measured[executor], []
+    for other in _TORCH:
+        if other in measured:
+            return measured[other], [
+                f"the overhead of {executor} was not measured: taken from {other}"
+            ]
+    return None, [f"the overhead per action of {executor} was not measured: counted as 0"]
