@@ -107,11 +107,14 @@ def _occupied_s(plan: Plan, costs: Costs) -> Floats:
 
 def _busiest_link_s(plan: Plan, costs: Costs) -> float:
     """The most that any directed pair of ranks carries, in seconds per micro-batch."""
+    forward_s, backward_s = costs.forward_hops.wire_s, costs.backward_hops.wire_s
+    if not (forward_s.any() or backward_s.any()):
+        return 0.0
     ranks = np.array([plan.rank_of(stage) for stage in range(plan.num_stages)])
-    load_s = np.zeros((plan.num_ranks, plan.num_ranks))
-    np.add.at(load_s, (ranks[:-1], ranks[1:]), costs.forward_hops.wire_s)
-    np.add.at(load_s, (ranks[1:], ranks[:-1]), costs.backward_hops.wire_s)
-    return float(load_s.max())
+    sender = np.concatenate([ranks[:-1], ranks[1:]])
+    receiver = np.concatenate([ranks[1:], ranks[:-1]])
+    seconds = np.concatenate([forward_s, backward_s])
+    return float(np.bincount(sender * plan.num_ranks + receiver, weights=seconds).max())
 
 
 def _sums_before(seconds: Floats) -> Floats:

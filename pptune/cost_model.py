@@ -71,6 +71,7 @@ class CostModel:
         self._times: dict[tuple[int, str], ModelTimes] = {}
         self._inputs: dict[tuple[object, ...], Inputs] = {}
         self._order: tuple[tuple[object, ...], Order] | None = None
+        self._flops_per_sequence = profile.model.flops_per_sequence()
         limit = setting.memory_limit_bytes
         self.memory_limit_bytes = profile.machine.memory_bytes if limit is None else limit
         layers = [profile.layer(kind) for kind in ("embedding", "block", "head")]
@@ -266,7 +267,9 @@ class CostModel:
             else 0.0,
             ideal_time_s=float(work_s.max()),
             breakdown_s=breakdown(simulation, inputs.constant_s, step_time_s),
-            peak_memory_bytes=None if peaks is None else tuple(round(peak) for peak in peaks),
+            peak_memory_bytes=None
+            if peaks is None
+            else tuple(np.rint(peaks).astype(np.int64).tolist()),
             fits=self.fits(peaks),
             tokens_per_s=self._tokens_per_s(plan, step_time_s),
             mfu=self._mfu(plan, step_time_s),
@@ -281,7 +284,7 @@ class CostModel:
 
     def _mfu(self, plan: Plan, step_time_s: float) -> float | None:
         """Model FLOP/s over the dense peak of all devices (arXiv 2204.02311, app. B)."""
-        flops = self.profile.model.flops_per_sequence()
+        flops = self._flops_per_sequence
         peak = self.profile.machine.peak_flops_per_s
         if flops is None or peak is None or step_time_s <= 0:
             return None

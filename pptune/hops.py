@@ -4,12 +4,13 @@ A hop from stage s to s + 1 runs from the rank of s to the rank of s + 1; the gr
 over the reverse link. Hops cost only between different ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pptune.errors import MissingNumber
 from pptune.plan import rank_of_stage
@@ -35,6 +36,7 @@ class Links:
         self._ranks_per_node = ranks_per_node or profile.machine.ranks_per_node
         self._pairs = {(link.source_rank, link.target_rank): link for link in self._links}
         self._medians: dict[str, Link] = {}
+        self._routes: dict[tuple[int, int, str], tuple[_Route, _Route]] = {}
 
     def scope(self, source_rank: int, target_rank: int) -> Literal["intra", "inter"]:
         """`inter` where the two ranks live on different nodes."""
@@ -60,6 +62,15 @@ class Links:
 
         `wake_s` is what a waiting receiver loses on top of the link's own latency.
         """
+        key = (num_ranks, num_chunks, placement)
+        if key not in self._routes:
+            self._routes[key] = self._route(num_ranks, num_chunks, placement)
+        forward, backward = self._routes[key]
+        source = weakest([forward.source, backward.source])
+        return forward.hops(num_bytes, wake_s), backward.hops(num_bytes, wake_s), source
+
+    def _route(self, num_ranks: int, num_chunks: int, placement: str) -> tuple["_Route", "_Route"]:
+        """(forward, backward) links of every stage boundary."""
         ranks = [
             rank_of_stage(stage, num_ranks=num_ranks, placement=placement)
             for stage in range(num_ranks * num_chunks)
@@ -67,8 +78,7 @@ class Links:
         pairs = list(pairwise(ranks))
         forward = [self._hop(a, b, num_ranks) for a, b in pairs]
         backward = [self._hop(b, a, num_ranks) for a, b in pairs]
-        source = weakest(link.source for link in (*forward, *backward) if link is not None)
-        return _hops(forward, num_bytes, wake_s), _hops(backward, num_bytes, wake_s), source
+        return _Route(forward), _Route(backward)
 
     def _hop(self, source_rank: int, target_rank: int, num_ranks: int) -> Link | None:
         if source_rank == target_rank:
@@ -118,12 +128,24 @@ def message_bytes(profile: Profile, boundary_bytes: int | None, microbatch_size:
     return microbatch_size * profile.seq_len * hidden * element // shards
 
 
-def _hops(links: Sequence[Link | None], num_bytes: int, wake_s: float) -> Hops:
-    return Hops(
-        latency_s=np.array([0.0 if link is None else link.latency_s + wake_s for link in links]),
-        wire_s=np.array([0.0 if link is None else num_bytes / link.bytes_per_s for link in links]),
-        send_occupied_s=np.array([0.0 if link is None else link.send_occupied_s for link in links]),
-        receive_occupied_s=np.array(
-            [0.0 if link is None else link.receive_occupied_s for link in links]
-        ),
-    )
+class _Route:
+    """The links of every stage boundary in one direction; None stays within a rank."""
+
+    def __init__(self, links: Sequence[Link | None]) -> None:
+        def column(seconds: Callable[[Link], float]) -> NDArray[np.float64]:
+            return np.array([0.0 if link is None else seconds(link) for link in links])
+
+        self.source = weakest(link.source for link in links if link is not None)
+        self._crosses = column(lambda _: 1.0)
+        self._latency_s = column(lambda link: link.latency_s)
+        self._byte_s = column(lambda link: 1 / link.bytes_per_s)
+        self._send_occupied_s = column(lambda link: link.send_occupied_s)
+        self._receive_occupied_s = column(lambda link: link.receive_occupied_s)
+
+    def hops(self, num_bytes: int, wake_s: float) -> Hops:
+        return Hops(
+            latency_s=self._latency_s + wake_s * self._crosses,
+            wire_s=self._byte_s * num_bytes,
+            send_occupied_s=self._send_occupied_s,
+            receive_occupied_s=self._receive_occupied_s,
+        )
