@@ -115,14 +115,11 @@ def _find(
         )
     if len(scores.known) > request.max_enumerated:
         tried = sampled(query, scores, reference)
-        return _Found(
-            ranked=_rank(query, scores, tried, None, None),
-            proven=False,
-            warnings=(
-                f"{len(tried)} of {len(scores.known)} legal plans were sampled: a better one may "
-                "exist",
-            ),
-        )
+        ranked = _rank(query, scores, tried, None, None)
+        if len(tried) == len(scores.known):
+            return _Found(ranked=ranked, proven=True)
+        text = f"{len(tried)} of {len(scores.known)} legal plans were sampled: a better may exist"
+        return _Found(ranked=ranked, proven=False, warnings=(text,))
     deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
     indices = list(map(int, scores.known))
     warnings: tuple[str, ...] = ()
