@@ -7,6 +7,8 @@ import msgspec
 from pptune.plan import Plan
 from pptune.profiles import Source
 
+_SUM_TOLERANCE = 1e-6
+
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """The slowest rank's step, split; the parts sum to the step time."""
@@ -68,3 +70,19 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     estimate: Estimate
     speedup_over_baseline: float | None = None
     """Baseline step time / this step time."""
+
+
+def broken_estimate_rule(predicted: PredictedPlan | Candidate) -> str | None:
+    """What can't be in an estimate that was read from a file, or None."""
+    estimate, plan = predicted.estimate, predicted.plan
+    if not estimate.step_time_s > 0:
+        return f"step_time_s is {estimate.step_time_s}; it must be above 0"
+    parts = sum(msgspec.structs.astuple(estimate.breakdown_s))
+    if abs(parts / estimate.step_time_s - 1) > _SUM_TOLERANCE:
+        return f"breakdown_s sums to {parts}, but step_time_s is {estimate.step_time_s}"
+    if estimate.bubble_ratio > 1 or (estimate.mfu or 0) > 1:
+        return "bubble_ratio and mfu must lie in 0..1"
+    peaks = estimate.peak_memory_bytes
+    if peaks is not None and len(peaks) != plan.num_ranks:
+        return f"peak_memory_bytes has {len(peaks)} entries for {plan.num_ranks} ranks"
+    return None

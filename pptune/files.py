@@ -7,6 +7,7 @@ that a reader or a crash sees the old file or the new one, never half of one.
 
 import contextlib
 import os
+import stat
 import tempfile
 import warnings
 from datetime import UTC, datetime
@@ -20,8 +21,19 @@ from pptune.errors import FileError
 
 T = TypeVar("T", bound="Document")
 
+MAY_BE_NEGATIVE = frozenset({"error_ratio", "spearman", "overhead", "samples_s"})
+"""Fields that are differences. Every other number in a file is a time, a size, a rate, a count or a
+share of one, and is refused below 0."""
+
+MAX_NUMBER = 1e18
+"""Nothing that is timed, sized or counted here comes near it; larger numbers are refused, so that a
+damaged file can't ask for endless work."""
+
 MAX_FILE_BYTES = 256 * 2**20
 """Larger files are refused: no profile, plans or validation file comes near it."""
+
+_UNREAD = frozenset({"hf_config"})
+"""Fields that are kept as they came and checked by who uses them."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -48,7 +60,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 def load(path: str | Path, document: type[T], *, kind: str) -> T:
     """The document in `path`. Raises FileError in one line for anything that is not one."""
     path = Path(path)
-    raw = _read(path, kind)
+    raw = read_bytes(path, kind)
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -58,11 +70,41 @@ def load(path: str | Path, document: type[T], *, kind: str) -> T:
         loaded = msgspec.convert(data, type=document)
     except (msgspec.ValidationError, RecursionError) as error:
         raise FileError(f"{path}: not a usable {kind} file: {error}") from None
+    wrong = impossible_number(loaded)
+    if wrong is not None:
+        raise FileError(f"{path}: {wrong}; write the {kind} file again")
     unknown = sorted(_unknown_fields(data, document, "$"))
     if unknown:
         shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
         warnings.warn(f"{path}: unknown fields ignored: {shown}", UnknownFieldWarning, stacklevel=2)
     return loaded
+
+
+def impossible_number(value: object, where: str = "", name: str = "") -> str | None:
+    """The first number in a document that can't be, in words, or None (see MAY_BE_NEGATIVE)."""
+    match value:
+        case bool() | str() | None:
+            return None
+        case int() | float():
+            if not abs(value) <= MAX_NUMBER:  # nan compares false
+                return f"{where} is {value}, which is no number that was measured or counted"
+            if value < 0 and name not in MAY_BE_NEGATIVE:
+                return f"{where} is {value}, and can't be below 0"
+            return None
+        case msgspec.Struct():
+            parts = [
+                (getattr(value, field.name), f"{where}.{field.encode_name}", field.encode_name)
+                for field in msgspec.structs.fields(value)
+                if field.name not in _UNREAD
+            ]
+        case dict():
+            parts = [(inner, f"{where}.{key}", name) for key, inner in value.items()]
+        case tuple() | list():
+            parts = [(inner, f"{where}[{index}]", name) for index, inner in enumerate(value)]
+        case _:
+            return None
+    found = (impossible_number(*part) for part in parts)
+    return next((each for each in found if each is not None), None)
 
 
 def save(document: Document, path: str | Path) -> None:
@@ -91,15 +133,35 @@ def write_atomic(path: str | Path, content: bytes) -> None:
                 os.unlink(temporary)
 
 
+def check_writable(path: str | Path) -> None:
+    """Raise FileError now where `path` could not be written later, after long work."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as stream:
+            stream.write(b" ")
+    except OSError as error:
+        raise FileError(
+            f"cannot write {path}: {error.strerror or error}; give another --output"
+        ) from None
+    if path.is_dir():
+        raise FileError(f"cannot write {path}: it is a folder; give another --output")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _read(path: Path, kind: str) -> bytes:
+def read_bytes(path: Path, kind: str) -> bytes:
+    """The bytes of a file of that kind. Raises FileError for what isn't one or is too large."""
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        # A pipe or a device may have no end.
+        if not stat.S_ISREG(status.st_mode):
+            raise FileError(f"{path} is not a file; give the path of a {kind} file")
+        size = status.st_size
         if size > MAX_FILE_BYTES:
             raise FileError(f"{path}: {size} bytes is too large for a {kind} file")
         raw = path.read_bytes()

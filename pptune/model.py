@@ -1,8 +1,16 @@
 """A transformer's sizes, and what follows from them: parameters and FLOPs."""
 
+import re
 from typing import Literal
 
 import msgspec
+
+ENTRY_PATTERN = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+"""What names a user's function: `package.module:function`."""
+
+MAX_LAYERS = 100_000
+MAX_SIZE = 2**30
+"""Bounds on what a file may ask for: far above any model, low enough to end in reasonable time."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,3 +83,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         attention = 4 * seq**2 * hidden
         matrices = 2 if self.family == "gpt" else 3
         return float(projections + attention + matrices * 2 * seq * hidden * self.ffn_size)
+
+
+def broken_model_rule(model: ModelSpec) -> str | None:
+    """What is wrong with the sizes of a model that was read from a file, or None."""
+    if not 1 <= model.num_layers <= MAX_LAYERS:
+        return f"model.num_layers is {model.num_layers}; it must lie in 1..{MAX_LAYERS}"
+    for name in ("seq_len", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+        size = getattr(model, name)
+        if size is not None and not 1 <= size <= MAX_SIZE:
+            return f"model.{name} is {size}; it must lie in 1..{MAX_SIZE}"
+    if model.entry is not None and re.fullmatch(ENTRY_PATTERN, model.entry) is None:
+        return f"model.entry {model.entry!r} is not package.module:function"
+    return None

@@ -25,6 +25,9 @@ SPLIT_BACKWARD: frozenset[str] = frozenset(
 )
 """Schedules that play the input and the weight part of a backward apart."""
 
+MAX_ACTIONS = 2**24
+"""Bound on P x V x M: a step of more actions could be neither drawn nor run in reasonable time."""
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration. Build it with `make_plan`, which checks it and fills what follows."""
@@ -122,6 +125,13 @@ def check_plan(plan: Plan, *, allow_empty_stages: bool = False) -> None:
         value = getattr(plan, name)
         if value < 1:
             raise PlanError(f"{name} is {value}; it must be 1 or more")
+    actions = plan.num_ranks * plan.num_chunks * plan.num_microbatches
+    if actions > MAX_ACTIONS:
+        raise PlanError(
+            f"{plan.num_ranks} ranks x {plan.num_chunks} chunks x {plan.num_microbatches} "
+            f"micro-batches are {actions} actions per step, more than {MAX_ACTIONS}; use larger "
+            "micro-batches, or a smaller global batch"
+        )
     if plan.schedule in SINGLE_STAGE and plan.num_chunks != 1:
         raise PlanError(
             f"{plan.schedule} has one stage per rank, but chunks is {plan.num_chunks}; "

@@ -9,11 +9,13 @@ from pathlib import Path
 import msgspec
 
 from pptune.errors import FileError, PptuneError
-from pptune.estimate import Candidate, PredictedPlan
+from pptune.estimate import Candidate, PredictedPlan, broken_estimate_rule
 from pptune.files import Document, load, save
-from pptune.model import ModelSpec
+from pptune.model import ModelSpec, broken_model_rule
 from pptune.plan import check_plan
 from pptune.profiles import Link
+
+_SPEEDUP_TOLERANCE = 1e-3
 
 
 class ProfileReference(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,22 +72,63 @@ class PlansFile(Document, frozen=True, kw_only=True):
 def load_plans(path: str | Path) -> PlansFile:
     """Read and check a plans file. Raises FileError."""
     plans = load(path, PlansFile, kind="plans")
-    named = [(f"candidate {row.rank}", row.plan) for row in plans.candidates]
+    rule = broken_model_rule(plans.model) or _broken_order_rule(plans)
+    if rule is not None:
+        raise FileError(f"{path}: {rule}; search again")
+    named: list[tuple[str, Candidate | PredictedPlan]] = []
     if plans.baseline is not None:
-        named.append(("baseline", plans.baseline.plan))
+        named.append(("baseline", plans.baseline))
+    named += [(f"candidate {row.rank}", row) for row in plans.candidates]
     if plans.baseline_same_size is not None:
-        named.append(("baseline_same_size", plans.baseline_same_size.plan))
-    for name, plan in named:
-        try:
-            check_plan(plan, allow_empty_stages=True)
-        except PptuneError as error:
-            raise FileError(f"{path}: {name}: {error}") from None
-        if plan.num_layers != plans.model.num_layers:
-            raise FileError(
-                f"{path}: {name} places {plan.num_layers} layers, but the model has "
-                f"{plans.model.num_layers}"
-            )
+        named.append(("baseline_same_size", plans.baseline_same_size))
+    for name, predicted in named:
+        rule = _broken_row_rule(plans, predicted)
+        if rule is not None:
+            raise FileError(f"{path}: {name}: {rule}")
     return plans
+
+
+def _broken_order_rule(plans: PlansFile) -> str | None:
+    places = [row.rank for row in plans.candidates]
+    if places != list(range(1, len(places) + 1)):
+        return "the candidates' ranks are not 1, 2, 3, ..."
+    for link in plans.links:
+        if link.bytes_per_s <= 0:
+            return f"a {link.scope} link has no bandwidth"
+    return None
+
+
+def _broken_row_rule(plans: PlansFile, predicted: Candidate | PredictedPlan) -> str | None:
+    """What is wrong with a plan of the file or with its estimate, or None."""
+    plan = predicted.plan
+    try:
+        check_plan(plan, allow_empty_stages=True)
+    except PptuneError as error:
+        return str(error)
+    if plan.num_layers != plans.model.num_layers:
+        return f"it places {plan.num_layers} layers, but the model has {plans.model.num_layers}"
+    if plan.global_batch_size != plans.global_batch_size:
+        return (
+            f"its global batch is {plan.global_batch_size}, but the file's is "
+            f"{plans.global_batch_size}"
+        )
+    rule = broken_estimate_rule(predicted)
+    if rule is None and isinstance(predicted, Candidate):
+        return _broken_speedup_rule(plans, predicted)
+    return rule
+
+
+def _broken_speedup_rule(plans: PlansFile, row: Candidate) -> str | None:
+    if row.speedup_over_baseline is None:
+        return None
+    if plans.baseline is None:
+        return "it has a speed-up, but there is no baseline"
+    ratio = plans.baseline.estimate.step_time_s / row.estimate.step_time_s
+    if abs(row.speedup_over_baseline / ratio - 1) > _SPEEDUP_TOLERANCE:
+        return (
+            f"speedup_over_baseline is {row.speedup_over_baseline}, but the step times make {ratio}"
+        )
+    return None
 
 
 def save_plans(plans: PlansFile, path: str | Path) -> None:

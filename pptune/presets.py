@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from pptune.errors import FileError, UsageError
-from pptune.model import ModelSpec
+from pptune.model import ENTRY_PATTERN, ModelSpec
 
 DEFAULT_MODEL = "gpt-small-cpu"
 
@@ -114,7 +114,7 @@ def resolve_model(text: str, *, seq_len: int | None = None) -> ModelSpec:
         spec = read_config(path / "config.json")
     elif path.is_file() or path.suffix == ".json":
         spec = read_config(path)
-    elif re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+    elif re.fullmatch(ENTRY_PATTERN, text):
         spec = ModelSpec(
             name=text, family="custom", num_layers=0, seq_len=ENTRY_SEQ_LEN, entry=text
         )

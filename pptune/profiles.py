@@ -13,8 +13,8 @@ from typing import Literal, get_args
 import msgspec
 
 from pptune.errors import FileError
-from pptune.files import Document, load, save
-from pptune.model import ModelSpec
+from pptune.files import Document, impossible_number, load, read_bytes, save
+from pptune.model import MAX_SIZE, ModelSpec, broken_model_rule
 
 Source = Literal["measured", "interpolated", "extrapolated", "given"]
 """How a number was come by, strongest first."""
@@ -224,8 +224,9 @@ def find_profile(path: str, digest: str, *, beside: Path) -> Profile | None:
     """The profile with that SHA-256 at `path` or next to `beside`; None where it is gone or has
     changed."""
     for place in (Path(path), beside.parent / Path(path).name):
-        with contextlib.suppress(OSError, FileError):
-            if hashlib.sha256(place.read_bytes()).hexdigest() == digest:
+        # ValueError: a path with a zero byte.
+        with contextlib.suppress(OSError, ValueError, FileError):
+            if hashlib.sha256(read_bytes(place, "profile")).hexdigest() == digest:
                 return load_profile(place)
     return None
 
@@ -236,34 +237,59 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 
 def check_profile(profile: Profile, *, where: str) -> None:
-    """Raise FileError where a number is impossible: negative times, no layers, zero bandwidth."""
-
-    def fail(rule: str) -> None:
+    """Raise FileError where numbers can't be, alone or together: no layers, zero bandwidth."""
+    rule = impossible_number(profile) or _broken_rule(profile)
+    if rule is not None:
         raise FileError(f"{where}: {rule}; measure or import the profile again")
 
+
+def _broken_rule(profile: Profile) -> str | None:
+    """What is wrong with the profile as a whole, or None."""
+    model = profile.model
     if not profile.layers:
-        fail("the profile has no layers")
-    if profile.num_ranks < 1 or profile.seq_len < 1 or profile.model.num_layers < 1:
-        fail("num_ranks, seq_len and model.num_layers must be 1 or more")
-    for layer in profile.layers:
-        sizes = [point.microbatch_size for point in layer.points]
-        if layer.count < 0 or any(size < 1 for size in sizes):
-            fail(f"layer {layer.kind}: count and micro-batch sizes must be positive")
-        if len(set(sizes)) != len(sizes):
-            fail(f"layer {layer.kind}: a micro-batch size appears twice")
-        for point in layer.points:
-            for name in ("forward_s", "backward_s", "backward_input_s", "backward_weight_s",
-                         "saved_activation_bytes", "boundary_bytes"):  # fmt: skip
-                value = getattr(point, name)
-                if value is not None and value < 0:
-                    fail(f"layer {layer.kind} at b={point.microbatch_size}: {name} is {value}")
-    for link in profile.links:
-        if link.latency_s < 0 or link.bytes_per_s <= 0:
-            fail(f"link {link.source_rank}->{link.target_rank}: latency must be 0 or more and "
-                 "bandwidth above 0")  # fmt: skip
-        if link.send_occupied_s < 0 or link.receive_occupied_s < 0:
-            fail(f"link {link.source_rank}->{link.target_rank}: occupied times must be 0 or more")
-    for name, overhead in profile.overheads.items():
-        for field in ("forward_s", "backward_s", "step_s", "hop_s", "chunk_s"):
-            if getattr(overhead, field) < 0:
-                fail(f"overheads.{name}.{field} is {getattr(overhead, field)}, below 0")
+        return "the profile has no layers"
+    if profile.num_ranks < 1 or profile.seq_len < 1:
+        return "num_ranks and seq_len must be 1 or more"
+    if profile.seq_len != model.seq_len:
+        return f"seq_len is {profile.seq_len}, but the model's is {model.seq_len}"
+    broken = broken_model_rule(model)
+    if broken is not None:
+        return broken
+    kinds = [(layer.kind, layer.recompute) for layer in profile.layers]
+    if len(set(kinds)) != len(kinds):
+        return "a kind of layer appears twice"
+    if min(profile.parallel.tensor, profile.parallel.context, profile.parallel.data) < 1:
+        return "parallel.tensor, context and data must be 1 or more"
+    rules = [
+        *(_broken_layer_rule(layer, model) for layer in profile.layers),
+        *(_broken_link_rule(link) for link in profile.links),
+    ]
+    for point in profile.allreduce:
+        if point.num_bytes < 1 or point.num_ranks < 2 or point.num_nodes < 1:
+            rules.append("an all-reduce point needs 1 byte, 2 ranks and 1 node or more")
+    if profile.reference is not None and profile.reference.seconds <= 0:
+        rules.append("reference.seconds must be above 0")
+    return next((rule for rule in rules if rule is not None), None)
+
+
+def _broken_layer_rule(layer: Layer, model: ModelSpec) -> str | None:
+    expected = model.num_layers if layer.kind == "block" else 1
+    if layer.count != expected:
+        return f"layer {layer.kind}: count is {layer.count}, but the model has {expected}"
+    if not layer.points:
+        return f"layer {layer.kind} has no points"
+    sizes = [point.microbatch_size for point in layer.points]
+    if not 1 <= min(sizes) <= max(sizes) <= MAX_SIZE:
+        return f"layer {layer.kind}: micro-batch sizes must lie in 1..{MAX_SIZE}"
+    if len(set(sizes)) != len(sizes):
+        return f"layer {layer.kind}: a micro-batch size appears twice"
+    return None
+
+
+def _broken_link_rule(link: Link) -> str | None:
+    name = f"link {link.source_rank}->{link.target_rank}"
+    if link.bytes_per_s <= 0:
+        return f"{name}: bandwidth must be above 0"
+    if (link.source_rank is None) != (link.target_rank is None):
+        return f"{name}: a link joins two ranks, or stands for every pair of its scope"
+    return None

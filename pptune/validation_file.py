@@ -9,10 +9,13 @@ from typing import Literal
 
 import msgspec
 
+from pptune.errors import FileError, PptuneError
 from pptune.estimate import Breakdown
 from pptune.files import Document, load, save
-from pptune.plan import Plan
+from pptune.plan import Plan, check_plan
 from pptune.profiles import Machine
+
+_ERROR_TOLERANCE = 1e-6
 
 
 class RecordedAction(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,8 +107,46 @@ class ValidationFile(Document, frozen=True, kw_only=True):
 
 
 def load_validation(path: str | Path) -> ValidationFile:
-    """Read a validation file. Raises FileError."""
-    return load(path, ValidationFile, kind="validation")
+    """Read and check a validation file. Raises FileError."""
+    validation = load(path, ValidationFile, kind="validation")
+    for number, run in enumerate(validation.runs, start=1):
+        rule = _broken_run_rule(run)
+        if rule is not None:
+            raise FileError(f"{path}: run {number}: {rule}; validate again")
+    return validation
+
+
+def _broken_run_rule(run: Run) -> str | None:
+    """What is wrong with a run, or None."""
+    try:
+        check_plan(run.plan, allow_empty_stages=True)
+    except PptuneError as error:
+        return str(error)
+    if not run.predicted_s > 0:
+        return f"predicted_s is {run.predicted_s}; it must be above 0"
+    if run.samples_s and not min(run.samples_s) > 0:
+        return f"a sample is {min(run.samples_s)} s; samples must be above 0"
+    if (run.measured_s is None) != (not run.samples_s):
+        return "measured_s must stand exactly where there are samples"
+    if run.rounds and len(run.rounds) != len(run.samples_s):
+        return f"{len(run.samples_s)} samples have {len(run.rounds)} rounds"
+    if list(run.rounds) != sorted(run.rounds):
+        return "rounds must not decrease"
+    if run.measured_s is not None:
+        if not min(run.samples_s) <= run.measured_s <= max(run.samples_s):
+            return f"measured_s {run.measured_s} lies outside its samples"
+        expected = run.predicted_s / run.measured_s - 1
+        if run.error_ratio is None or abs(run.error_ratio - expected) > _ERROR_TOLERANCE:
+            return f"error_ratio is {run.error_ratio}, but the times make {expected}"
+    for action in run.timeline or ():
+        if not (
+            action.stage < run.plan.num_stages
+            and action.rank == run.plan.rank_of(action.stage)
+            and action.microbatch < run.plan.num_microbatches
+            and action.start_s <= action.end_s
+        ):
+            return f"the timeline has the impossible action {action}"
+    return None
 
 
 def save_validation(validation: ValidationFile, path: str | Path) -> None:
