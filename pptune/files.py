@@ -25,9 +25,9 @@ MAY_BE_NEGATIVE = frozenset({"error_ratio", "spearman", "overhead", "samples_s"}
 """Fields that are differences. Every other number in a file is a time, a size, a rate, a count or a
 share of one, and is refused below 0."""
 
-MAX_NUMBER = 1e18
-"""Nothing that is timed, sized or counted here comes near it; larger numbers are refused, so that a
-damaged file can't ask for endless work."""
+MAX_COUNT, MAX_NUMBER, MIN_NUMBER = 10**18, 1e30, 1e-30
+"""Nothing that is counted, timed or sized here comes near these bounds (of whole numbers, and of
+the others above 0): a damaged file must not ask for endless work, nor make arithmetic overflow."""
 
 MAX_FILE_BYTES = 256 * 2**20
 """Larger files are refused: no profile, plans or validation file comes near it."""
@@ -86,7 +86,9 @@ def impossible_number(value: object, where: str = "", name: str = "") -> str | N
         case bool() | str() | None:
             return None
         case int() | float():
-            if not abs(value) <= MAX_NUMBER:  # nan compares false
+            largest = MAX_COUNT if isinstance(value, int) else MAX_NUMBER
+            # Written so that nan, which compares false, is refused.
+            if value != 0 and not MIN_NUMBER <= abs(value) <= largest:
                 return f"{where} is {value}, which is no number that was measured or counted"
             if value < 0 and name not in MAY_BE_NEGATIVE:
                 return f"{where} is {value}, and can't be below 0"

@@ -1,13 +1,18 @@
 """The commands: each parses, calls one function and prints. Only this package catches errors."""
 
+import errno
+import io
+import os
 import signal
 import sys
+import warnings
 from types import FrameType
+from typing import TextIO
 
 import typer
 
 from pptune import __version__
-from pptune.errors import PptuneError
+from pptune.errors import PptuneError, RuntimeFailure
 
 app = typer.Typer(
     name="pptune",
@@ -18,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_INTERRUPTED, _TERMINATED = 130, 143
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _show_version(asked: bool) -> None:
@@ -38,32 +43,68 @@ def root(
 
 def main() -> None:
     """Run a command and exit with the code that the interface promises."""
+    received: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    warnings.showwarning = _warn
+    try:
+        code = _run()
+    except BaseException:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        # An interrupted import may raise anything, so the signal counts and not the exception.
+        if not received:
+            raise
+        print("stopped; what was measured has been saved", file=sys.stderr)
+        code = 128 + received[0]
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run a command; its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     from pptune.cli import commands  # registers every command
 
     del commands
-    terminated = False
-
-    def on_sigterm(_: int, __: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, on_sigterm)
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except PptuneError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does.
-        sys.stderr.close()
-        code = 0
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        _forget_output()
+        return 0
+    except OSError as error:
+        if error.errno not in _DISK_IS_FULL:
+            raise
+        _forget_output()
+        print(f"error: cannot write the result: {error.strerror}", file=sys.stderr)
+        return RuntimeFailure.exit_code
     except typer._click.exceptions.ClickException as error:
         error.show()
-        code = error.exit_code
-    if code == _INTERRUPTED:
-        code = _TERMINATED if terminated else _INTERRUPTED
-        print("stopped; what was measured has been saved", file=sys.stderr)
-    sys.exit(code or 0)
+        return error.exit_code
+    return int(code or 0)
+
+
+def _forget_output() -> None:
+    """What is still in the buffer of stdout can't be written; the interpreter must not try."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as one line, without the place in our source that gave it."""
+    print(f"warning: {message}", file=sys.stderr)

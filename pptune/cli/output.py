@@ -21,8 +21,9 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_json(value: Document | msgspec.Struct) -> None:
-    """Print one JSON object."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+    """Print one JSON object, in UTF-8 whatever the terminal's encoding is."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
 def show_sheets(sheets: Sequence[Sheet], form: str) -> None:

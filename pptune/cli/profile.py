@@ -96,9 +96,13 @@ def profile(
 
 
 def default_path(spec: "ModelSpec", device: str) -> Path:
-    """profiles/<model>-<device>.json, with characters that a path can't carry replaced."""
-    name = "".join(char if char.isalnum() or char in "-_." else "-" for char in spec.name)
-    return Path("profiles") / f"{name}-{device}.json"
+    """profiles/<model>-<device>.json."""
+    return Path("profiles") / f"{file_name(spec)}-{device}.json"
+
+
+def file_name(spec: "ModelSpec") -> str:
+    """The model's name with characters that a file's name can't carry replaced."""
+    return "".join(char if char.isalnum() or char in "-_." else "-" for char in spec.name)
 
 
 def run_profile(
@@ -117,8 +121,12 @@ def run_profile(
     quiet: bool,
 ) -> "tuple[Profile, Path] | None":
     """Measure and write a profile; None on agents other than the leader."""
+    from pptune.runtime import require_torch
+
+    require_torch()
     from pptune.cli.output import Progress, say, warnings_as_lines
     from pptune.errors import FileError
+    from pptune.files import check_writable
     from pptune.profiles import load_profile, save_profile
     from pptune.profiling import Profiler, Request, Watch
     from pptune.runtime.launch import RankGroup, follow
@@ -137,6 +145,7 @@ def run_profile(
         follow(world, timeout_s=timeout_s)
         return None
     path = output or default_path(spec, world.device)
+    check_writable(path)
     previous = None
     if use_cache and path.exists():
         try:
@@ -182,6 +191,9 @@ def doctor(
     from pptune.cli.output import say, show, show_json
     from pptune.errors import PptuneError
     from pptune.profiles import Link
+    from pptune.runtime import require_torch
+
+    require_torch()
     from pptune.runtime.doctor import Checkup, diagnose
     from pptune.runtime.launch import RankGroup
     from pptune.runtime.world import detect_world

@@ -8,7 +8,7 @@ import typer
 
 from pptune.cli import app
 from pptune.cli.options import OutputOption, QuietOption, ints_or_none
-from pptune.cli.profile import DEFAULT_BUDGET, DEFAULT_TIMEOUT, run_profile
+from pptune.cli.profile import DEFAULT_BUDGET, DEFAULT_TIMEOUT, file_name, run_profile
 from pptune.cli.validate import print_validation, run_validation
 from pptune.errors import UsageError
 from pptune.units import format_ratio, format_seconds
@@ -45,6 +45,9 @@ def tune(
     """Measure, predict, search and prove: the one command to start with."""
     from typing import get_args
 
+    from pptune.runtime import require_torch
+
+    require_torch()
     from pptune import search as searching
     from pptune.cli.options import TableForm
     from pptune.cli.output import Progress, say, show, show_sheets
@@ -70,7 +73,7 @@ def tune(
             f"a pipeline needs 2 or more ranks; you have {world.num_ranks}. Try it on CPU: "
             "pptune tune --ranks 2 --device cpu"
         )
-    folder = output or Path(f"pptune-results-{spec.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = output or Path(f"pptune-results-{file_name(spec)}-{datetime.now():%Y%m%d-%H%M%S}")
     profiled = run_profile(
         spec, ranks=ranks, sizes=micro_batch_sizes, dtype=dtype, device=device,
         recompute="none", budget=budget, max_noise="2%", timeout=timeout, use_cache=True,
