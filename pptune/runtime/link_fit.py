@@ -35,9 +35,10 @@ class LinkFit:
 def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
     """The line whose largest weighted relative error over the measured sizes is the smallest.
 
-    Large messages weigh double (`LARGE_WEIGHT`). Sizes span five orders of magnitude, so that least squares would see only the largest. The best
-    line errs equally at three sizes (Chebyshev's alternation), or at two with the latency at 0: all
-    such lines are tried. Raises UsageError for fewer than two sizes or times that aren't positive.
+    Large messages weigh double (`LARGE_WEIGHT`). Sizes span five orders of magnitude, so that least
+    squares would see only the largest. The best line errs equally at three sizes (Chebyshev's
+    alternation), or at two with the latency at 0: all such lines are tried. Raises UsageError for
+    fewer than two sizes or times that aren't positive.
     """
     sizes, times = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
     if len(set(num_bytes)) < 2 or not (times > 0).all():
