@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pptune import schedules
 from pptune.errors import PlanError, UsageError
 from pptune.model import ModelSpec
 from pptune.plan import Plan, Schedule, make_plan
@@ -32,6 +33,7 @@ from pptune.targets import (
     parse_target,
     reread,
 )
+from pptune.targets.torch_rules import needs_loaded_order
 
 EXPORTERS = [name for name in TARGETS if name != "torch@2.4"]
 
@@ -594,9 +596,25 @@ PLANS_LIKE_ALONE = [
     make("zb-h2", (2, 2), 2, 4, size=2),
 ]
 
+
+def can_generate(plan: Plan) -> bool:
+    try:
+        schedules.generate(
+            plan.schedule, num_ranks=plan.num_ranks, num_chunks=plan.num_chunks,
+            num_microbatches=plan.num_microbatches,
+        )  # fmt: skip
+    except PlanError:
+        return False
+    return True
+
+
 RUNS: dict[str, tuple[Plan, ModelSpec, dict[str, Any]]] = {
     "alone": (ALONE, GPT, {}),
-    **{plan.label: (plan, GPT, {}) for plan in PLANS_LIKE_ALONE},
+    **{
+        plan.label: (plan, GPT, {})
+        for plan in PLANS_LIKE_ALONE
+        if not needs_loaded_order(plan) or can_generate(plan)
+    },
     "replicas": (TWO_REPLICAS, GPT, {}),
     "sharded": (TWO_REPLICAS, GPT, {"zero": 1}),
     "users": (make("1f1b", (1, 2), 2, 4), USERS_MODEL, {}),
@@ -662,6 +680,8 @@ class TestTorchScripts:
     def test_every_plan_trains_as_one_rank_does(
         self, plan: Plan, losses: dict[str, list[float]]
     ) -> None:
+        if plan.label not in losses:
+            pytest.skip(f"schedules.generate does not make {plan.schedule}")
         assert len(losses["alone"]) == 4
         assert falls(losses["alone"])
         assert losses[plan.label] == pytest.approx(losses["alone"], abs=2e-3)

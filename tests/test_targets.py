@@ -4,9 +4,11 @@ Case numbers in the names of test data are those of public threads; see each com
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
+from pptune import schedules
 from pptune.errors import PlanError, UsageError
 from pptune.executors import Executor
 from pptune.model import ModelSpec
@@ -170,6 +172,59 @@ def test_torch_runs_other_groups_as_loaded_orders() -> None:
         assert (found is None) is (size in sizes)
     assert illegal(plan("interleaved", 4, 16, group=8), OLD_TORCH) is not None
     assert legal_group_sizes(TORCH, schedule="1f1b", num_ranks=4, num_microbatches=16) == ()
+
+
+def runs_to_its_end(order: schedules.Order) -> bool:
+    """Play the order with blocking receives: every action waits for what it needs."""
+    rows = [order.actions(rank) for rank in range(order.num_ranks)]
+    at = [0] * order.num_ranks
+    done: set[tuple[int, str, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and needs(row[at[rank]], order.num_stages) <= done:
+                stage, work, microbatch = row[at[rank]]
+                done.add((stage, "FBBW"[work], microbatch))
+                at[rank] += 1
+                moved = True
+    return all(position == len(row) for position, row in zip(at, rows, strict=True))
+
+
+def needs(action: schedules.Action, num_stages: int) -> set[tuple[int, str, int]]:
+    stage, work, microbatch = action
+    if work is schedules.Work.FORWARD:
+        return {(stage - 1, "F", microbatch)} if stage else set()
+    if work is schedules.Work.BACKWARD_WEIGHT:
+        return {(stage, "B", microbatch)}
+    after = {(stage + 1, "B", microbatch)} if stage < num_stages - 1 else set()
+    return {(stage, "F", microbatch)} | after
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb"])
+def test_every_group_that_we_allow_can_run(schedule: Schedule) -> None:
+    """By brute force: no legal group size makes ranks wait for each other in a circle."""
+    num_stuck = 0
+    for ranks, chunks, microbatches in product((2, 3, 4), (2, 3), range(1, 11)):
+        legal = legal_group_sizes(
+            TORCH, schedule=schedule, num_ranks=ranks, num_microbatches=microbatches
+        )
+        for size in range(1, microbatches + 1):
+            try:
+                order = schedules.generate(
+                    schedule, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches,
+                    microbatch_group_size=size,
+                )  # fmt: skip
+            except PlanError as error:
+                if "unknown" in str(error):
+                    pytest.skip(f"schedules.generate does not make {schedule}")
+                assert size not in legal
+                continue
+            if size in legal:
+                assert runs_to_its_end(order), (ranks, chunks, microbatches, size)
+            else:
+                num_stuck += not runs_to_its_end(order)
+    assert num_stuck > 0  # so the rule is there for a reason
 
 
 def test_torch_schedules_with_a_floor_on_microbatches() -> None:
