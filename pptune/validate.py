@@ -19,6 +19,7 @@ from pptune.calibration import (
 from pptune.cost_model import CostModel, Setting
 from pptune.errors import NoAnswer, RankFailure, UsageError
 from pptune.estimate import Infeasible, PredictedPlan
+from pptune.measured_search import Found, Search, search_by_running
 from pptune.measurement import outlier_warning, quantised_warning
 from pptune.model import ModelSpec
 from pptune.plan import Plan
@@ -30,6 +31,7 @@ from pptune.simple_models import simple_models
 from pptune.targets import parse_target
 from pptune.validation_file import Run, ValidationFile
 from pptune.verdict import summarise
+from pptune.visit_study import space_of
 
 _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
@@ -42,7 +44,10 @@ class Request:
 
     mode: Literal["real", "replay"] = "real"
     top: int = 3
+    """The best so many candidates run; with `search`, they may."""
     exhaustive: bool = False
+    search: Search | None = None
+    """Which plans run follows from the runs themselves, within a budget."""
     rounds: Rounds = field(default_factory=Rounds)
     timeout_s: float = 120.0
     """Per visit of a plan."""
@@ -101,21 +106,21 @@ def validate(
             summary=None,
         )
         started = time.monotonic()
-        runs = run_rounds(
+        found = _run_entries(
             entries,
             run,
-            rounds=request.rounds,
+            request,
+            space=space_of(plans, request.mode),
             resumed=resumed,
-            on_visit=lambda done, total, plan: watch.on_visit(done, total, plan.label),
+            watch=watch,
             on_saved=lambda done: watch.on_saved(msgspec.structs.replace(blank, runs=tuple(done))),
-            on_failed=watch.on_failed,
         )
     finished = msgspec.structs.replace(
         blank,
-        runs=tuple(runs),
-        warnings=tuple(doubts(runs)),
+        runs=tuple(found.runs),
+        warnings=(*found.warnings, *doubts(found.runs)),
         summary=summarise(
-            runs,
+            found.runs,
             exhaustive=request.exhaustive,
             calibrated=frozenset(() if profile is None else profile.calibration_plans),
             models={} if profile is None else simple_models(profile),
@@ -123,10 +128,37 @@ def validate(
         ),
     )
     watch.on_saved(finished)
-    if all(each.status != "ok" for each in runs):
-        reasons = "\n".join(f"  {each.plan.label}: {each.reason}" for each in runs)
+    if all(each.status != "ok" for each in found.runs):
+        reasons = "\n".join(f"  {each.plan.label}: {each.reason}" for each in found.runs)
         raise NoAnswer(f"every run failed:\n{reasons}")
     return finished
+
+
+def _run_entries(
+    entries: list[Entry],
+    run: RunPlan,
+    request: Request,
+    *,
+    space: dict[str, object],
+    resumed: tuple[Run, ...],
+    watch: Watch,
+    on_saved: Callable[[list[Run]], None],
+) -> Found:
+    """All entries in rounds, or those that a search chooses."""
+    if request.search is not None:
+        return search_by_running(
+            entries, run, search=request.search, rounds=request.rounds, space=space,
+            resumed=resumed, on_saved=on_saved, on_failed=watch.on_failed,
+            on_visit=lambda spent_s, budget_s, plan: watch.on_visit(
+                round(spent_s), round(budget_s), plan.label
+            ),
+        )  # fmt: skip
+    runs = run_rounds(
+        entries, run, rounds=request.rounds, resumed=resumed, on_saved=on_saved,
+        on_failed=watch.on_failed,
+        on_visit=lambda done, total, plan: watch.on_visit(done, total, plan.label),
+    )  # fmt: skip
+    return Found(runs=runs)
 
 
 def doubts(runs: Iterable[Run]) -> list[str]:
