@@ -32,7 +32,9 @@ class TableForm(StrEnum):
 FormOption = Annotated[Form, typer.Option("--format", help="How to print the result.")]
 TableFormOption = Annotated[TableForm, typer.Option("--format", help="How to print the result.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", show_default=False, help="No progress on stderr.")
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of whatever is drawn.")]
 TimeoutOption = Annotated[
     str, typer.Option("--timeout", help="Longest time one run may take before it is ended.")
@@ -55,6 +57,19 @@ def ints(text: str, what: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{what} {text!r} is not a list of whole numbers; write 3,5,5,3") from None
+
+
+def at_least_one(**values: int | None) -> None:
+    """Raise UsageError for an option whose number is below 1; None is an option not given."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+
+
+def one_of(value: str, allowed: tuple[str, ...], what: str) -> None:
+    """Raise UsageError where `value` is not one of `allowed`."""
+    if value not in allowed:
+        raise UsageError(f"{what} {value!r} is unknown; use {', '.join(allowed)}")
 
 
 def existing(path: Path, what: str) -> Path:

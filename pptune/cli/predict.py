@@ -1,12 +1,12 @@
 """pptune predict: one plan's estimate, from a profile or from numbers."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from pptune.cli import app
-from pptune.cli.options import Form, FormOption, existing, ints, parse_link
+from pptune.cli.options import Form, FormOption, at_least_one, existing, ints, one_of, parse_link
 from pptune.errors import NoAnswer, PlanError, UsageError
 from pptune.units import parse_seconds
 
@@ -41,16 +41,26 @@ def predict(
     link: Annotated[
         list[str] | None, typer.Option(help="intra|inter:LATENCY,BANDWIDTH, e.g. inter:20us,12GB/s")
     ] = None,
-    timeline: Annotated[bool, typer.Option(help="Draw who does what when.")] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", show_default=False, help="Draw who does what when.")
+    ] = False,
     form: FormOption = Form.table,
 ) -> None:
     """Predict one plan's step time from a profile or from numbers."""
     from pptune.cost_model import CostModel
     from pptune.from_numbers import estimate_from_numbers, given_profile
+    from pptune.plan import Schedule
     from pptune.targets import parse_target
 
     if microbatches is None:
         raise UsageError("--microbatches is missing: how many micro-batches a step has, e.g. 8")
+    at_least_one(
+        ranks=ranks, chunks=chunks, microbatch_size=microbatch_size, microbatches=microbatches,
+        ranks_per_node=ranks_per_node,
+    )  # fmt: skip
+    one_of(recompute, ("none", "full"), "--recompute")
+    if schedule is not None:
+        one_of(schedule, get_args(Schedule), "--schedule")
     aim = None if target is None else parse_target(target)
 
     def seconds(text: str | None, what: str) -> float | None:
@@ -128,6 +138,11 @@ def _from_profile(
             recompute=recompute,
         )
     )
+    if sum(split) != profile.model.num_layers:
+        raise UsageError(
+            f"--layers-per-stage places {sum(split)} layers, but the model has "
+            f"{profile.model.num_layers}; the numbers must add up to that"
+        )
     plan = make_plan(
         schedule=name, num_ranks=num_ranks, num_chunks=chunks, microbatch_size=size,  # type: ignore[arg-type]
         num_microbatches=microbatches, layers_per_stage=split, microbatch_group_size=group,

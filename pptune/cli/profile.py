@@ -11,7 +11,9 @@ from pptune.cli.options import (
     FormOption,
     OutputOption,
     QuietOption,
+    at_least_one,
     ints_or_none,
+    one_of,
 )
 from pptune.errors import UsageError
 from pptune.units import parse_ratio, parse_seconds
@@ -40,11 +42,15 @@ def profile(
     budget: Annotated[str, typer.Option(help="Time to measure for.")] = DEFAULT_BUDGET,
     max_noise: Annotated[str, typer.Option(help="Settled below this.")] = "2%",
     timeout: Annotated[str, typer.Option(help="Longest time without an answer.")] = DEFAULT_TIMEOUT,
-    no_cache: Annotated[bool, typer.Option(help="Measure everything anew.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", show_default=False, help="Measure everything anew.")
+    ] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="CSV with a trainer's own layer times.")
     ] = None,
-    list_models: Annotated[bool, typer.Option(help="Show the presets.")] = False,
+    list_models: Annotated[
+        bool, typer.Option("--list-models", show_default=False, help="Show the presets.")
+    ] = False,
     print_launch: Annotated[
         str | None, typer.Option(help="Show how to start on many nodes: slurm or torchrun.")
     ] = None,
@@ -67,8 +73,7 @@ def profile(
 
         typer.echo(launch_lines(print_launch, model or DEFAULT_MODEL))
         return
-    if seq_len is not None and seq_len < 1:
-        raise UsageError(f"--seq-len is {seq_len}; it must be 1 or more")
+    at_least_one(seq_len=seq_len, ranks=ranks)
     spec = resolve_model(model or DEFAULT_MODEL, seq_len=seq_len)
     if import_file is not None:
         from pptune.importing import import_profile
@@ -132,15 +137,12 @@ def run_profile(
     from pptune.runtime.launch import RankGroup, follow
     from pptune.runtime.world import detect_world
 
-    if recompute not in ("none", "full"):
-        raise UsageError(f"--recompute {recompute!r} is unknown; use none or full")
-    if ranks is not None and ranks < 1:
-        raise UsageError(f"--ranks is {ranks}; it must be 1 or more")
+    one_of(recompute, ("none", "full"), "--recompute")
+    at_least_one(ranks=ranks)
     timeout_s = parse_seconds(timeout, what="--timeout")
     world = detect_world(ranks, device)
     kind = dtype or ("bfloat16" if world.device == "cuda" else "float32")
-    if kind not in DTYPES:
-        raise UsageError(f"--dtype {kind!r} is unknown; use {', '.join(DTYPES)}")
+    one_of(kind, DTYPES, "--dtype")
     if not world.is_leader:
         follow(world, timeout_s=timeout_s)
         return None

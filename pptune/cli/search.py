@@ -12,8 +12,10 @@ from pptune.cli.options import (
     SeedOption,
     TableForm,
     TableFormOption,
+    at_least_one,
     existing,
     ints_or_none,
+    one_of,
     parse_link,
     seconds_or_none,
     words,
@@ -46,7 +48,10 @@ def search(
     zero: Annotated[int, typer.Option(help="1 shards the optimizer over replicas.")] = 0,
     ranks_per_node: Annotated[int | None, typer.Option(help="Which hops cross nodes.")] = None,
     link: Annotated[list[str] | None, typer.Option(help="intra|inter:LATENCY,BANDWIDTH")] = None,
-    allow_empty_stages: Annotated[bool, typer.Option(help="Stages without blocks.")] = False,
+    allow_empty_stages: Annotated[
+        bool,
+        typer.Option("--allow-empty-stages", show_default=False, help="Stages without blocks."),
+    ] = False,
     objective: Annotated[str, typer.Option(help="time, memory or pareto.")] = "time",
     baseline: Annotated[
         str | None, typer.Option(help='Default: best 1F1B. "schedule=1f1b microbatch_size=1".')
@@ -56,7 +61,9 @@ def search(
     timeout: Annotated[str | None, typer.Option(help="Stop searching after this long.")] = None,
     storage: Annotated[str | None, typer.Option(help="Optuna URL: sqlite:///f.db.")] = None,
     study_name: Annotated[str | None, typer.Option(help="Study in the storage.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Count plans; predict none.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", show_default=False, help="Count plans; predict none.")
+    ] = False,
     seed: SeedOption = 0,
     output: OutputOption = None,
     form: TableFormOption = TableForm.table,
@@ -69,18 +76,25 @@ def search(
     from pptune import search as searching
     from pptune.cli.output import Progress, say, show_json, show_sheets, warnings_as_lines
     from pptune.cost_model import Setting
+    from pptune.files import check_writable
     from pptune.plan import Schedule
     from pptune.plans_file import ProfileReference, save_plans
     from pptune.profiles import load_profile
     from pptune.targets import parse_target
     from pptune.views.plans import ranking
 
-    if objective not in ("time", "memory", "pareto"):
-        raise UsageError(f"--objective {objective!r} is unknown; use time, memory or pareto")
-    if recompute not in ("none", "full", "both"):
-        raise UsageError(f"--recompute {recompute!r} is unknown; use none, full or both")
-    if global_batch_size < 1 or top < 1:
-        raise UsageError("--global-batch-size and --top must be 1 or more")
+    one_of(objective, ("time", "memory", "pareto"), "--objective")
+    one_of(recompute, ("none", "full", "both"), "--recompute")
+    at_least_one(
+        global_batch_size=global_batch_size, top=top, ranks=ranks, data_parallel=data_parallel,
+        gpus=gpus, tensor_parallel=tensor_parallel, context_parallel=context_parallel,
+        ranks_per_node=ranks_per_node, trials=trials,
+    )  # fmt: skip
+    if zero not in (0, 1):
+        raise UsageError(f"--zero is {zero}; use 0 or 1")
+    path = output or DEFAULT_OUTPUT
+    if not dry_run:
+        check_writable(path)
     with warnings_as_lines(quiet=quiet):
         known = load_profile(existing(profile, "profile"))
     aim = parse_target(target)
@@ -122,7 +136,6 @@ def search(
             known, setting, request, reference=reference,
             on_progress=lambda done, total: progress.update(done, total, "plans"),
         )  # fmt: skip
-    path = output or DEFAULT_OUTPUT
     save_plans(plans, path)
     if form is TableForm.json:
         show_json(plans)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pptune.cli import app
-from pptune.cli.options import Form, FormOption, OutputOption, QuietOption, SeedOption, existing
+from pptune.cli.options import (
+    Form,
+    FormOption,
+    OutputOption,
+    QuietOption,
+    SeedOption,
+    at_least_one,
+    existing,
+)
 from pptune.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,7 +81,9 @@ def show(
     rank: RankArgument = 1,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the HTML report here.")] = None,
-    stages: Annotated[bool, typer.Option(help="Show the stage table.")] = False,
+    stages: Annotated[
+        bool, typer.Option("--stages", show_default=False, help="Show the stage table.")
+    ] = False,
     validation: Annotated[
         Path | None, typer.Option(help="Validation with measured times and timelines.")
     ] = None,
@@ -171,6 +181,7 @@ def export(
     from pptune.targets import export as exported
     from pptune.targets import illegal, parse_target
 
+    at_least_one(seq_len=seq_len)
     file = load_plans(existing(plans, "plans file"))
     row = candidate_at(file, rank)
     aim = parse_target(target or file.target)
