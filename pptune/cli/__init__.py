@@ -73,12 +73,14 @@ def _run() -> int:
 
     del commands
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="pptune")
         sys.stdout.flush()
     except PptuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone, as `| head` does; the libraries that write it would
+        # end the program themselves, with 1.
         _forget_output()
         return 0
     except OSError as error:

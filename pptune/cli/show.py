@@ -191,6 +191,8 @@ def export(
             seq_len=seq_len or file.model.seq_len, profile_name=Path(file.profile.path).name,
         )  # fmt: skip
     except PlanError as error:
+        if illegal(row.plan, aim, model=file.model) is None:
+            raise  # it is the model or an option that can't be written, not the plan
         others = [
             other.rank
             for other in file.candidates
