@@ -22,7 +22,7 @@ from pptune.measured_step import MeasuredStep, Visit, producer_end_s
 from pptune.measurement import Measurement
 from pptune.memory import rank_parameter_bytes
 from pptune.plan import SINGLE_STAGE, V_SHAPED, Plan, make_plan, placement_of
-from pptune.profiles import Overhead, Profile, StepConstants
+from pptune.profiles import Layer, LayerPoint, Overhead, Profile, StepConstants
 from pptune.targets import illegal, parse_target
 
 _TORCH = parse_target("torch")
@@ -31,6 +31,9 @@ _SETTING = Setting(target=_TORCH)
 _MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
 
 _CORRECTION_ROUNDS = 3
+
+_ALL_SIZES_UP_TO = 2
+"""Plans with at most this many chunks are run at every measured micro-batch size."""
 
 _MAX_EXTRA_S = 10e-3
 """No runtime needs more than this per action; the search for the last correction ends there."""
@@ -73,7 +76,8 @@ def calibration_plans(
         for chunks in _calibration_chunks(schedule):
             if num_ranks * chunks > profile.model.num_layers:
                 continue
-            for size in sorted({sizes[0], sizes[len(sizes) // 2]}):
+            # Every size where one executor's actions are longest, the smallest elsewhere.
+            for size in sizes if chunks <= _ALL_SIZES_UP_TO else sizes[:1]:
                 plan = _first_free(model, schedule, num_ranks, chunks, size, avoided)
                 if plan is not None:
                     plans.append(plan)
@@ -132,7 +136,9 @@ def run_calibration(
 
 
 def apply_calibration(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
-    """The profile with overheads and step constants taken from `runs`."""
+    """The profile with layer times as they are inside the pipeline, overheads and step constants,
+    all taken from `runs`."""
+    profile = in_pipeline(profile, runs)
     bare = msgspec.structs.replace(profile, overheads={}, step_constants=None)
     model = CostModel(bare, _SETTING)
     by_executor: dict[Executor, list[CalibrationRun]] = {}
@@ -151,6 +157,74 @@ def apply_calibration(profile: Profile, runs: Sequence[CalibrationRun]) -> Profi
         step_constants=constants,
         calibration_plans=tuple(sorted(labels)),
     )
+
+
+def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
+    """The profile with its layer times scaled to what they take inside a running pipeline.
+
+    Caches, message threads and clocks differ between layers timed by themselves and the same layers
+    in the pipeline. One factor per micro-batch size and direction, the summed time of all stages'
+    actions over the summed layer times, keeps the ratios between kinds of layer.
+    """
+    bare = msgspec.structs.replace(
+        profile, overheads={}, step_constants=None, interference_ratio=None
+    )
+    model = CostModel(bare, _SETTING)
+    totals: dict[tuple[int, str], tuple[float, float]] = {}
+    for run in runs:
+        costs = model.costs(run.plan)
+        for (stage, work), seconds in _action_times(run).items():
+            key = (run.plan.microbatch_size, "F" if work == "F" else "B")
+            measured, layers = totals.get(key, (0.0, 0.0))
+            totals[key] = (measured + _centre(seconds), layers + _bare_s(costs, stage, work))
+    ratios = {key: measured / layers for key, (measured, layers) in totals.items() if layers > 0}
+    return msgspec.structs.replace(
+        profile,
+        layers=tuple(_scaled(layer, ratios) for layer in profile.layers),
+        # Messages moved while those actions ran: their effect is in the times now.
+        interference_ratio=0.0,
+    )
+
+
+def _action_times(run: CalibrationRun) -> dict[tuple[int, str], list[float]]:
+    """Durations of a run's actions by stage and work."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for step in run.steps:
+        for row in step.actions:
+            for action in row:
+                times.setdefault((action.stage, action.work), []).append(
+                    action.end_s - action.start_s
+                )
+    return times
+
+
+def _scaled(layer: Layer, ratios: Mapping[tuple[int, str], float]) -> Layer:
+    """`layer` with every point's times, samples included, times its size's ratios."""
+
+    def scale(point: LayerPoint) -> LayerPoint:
+        forward = ratios.get((point.microbatch_size, "F"), 1.0)
+        backward = ratios.get((point.microbatch_size, "B"), 1.0)
+
+        def times(seconds: float | None, ratio: float) -> float | None:
+            return None if seconds is None else seconds * ratio
+
+        return msgspec.structs.replace(
+            point,
+            forward_s=times(point.forward_s, forward),
+            backward_s=times(point.backward_s, backward),
+            backward_input_s=times(point.backward_input_s, backward),
+            backward_weight_s=times(point.backward_weight_s, backward),
+            samples_s={
+                phase: tuple(
+                    sample * (forward if phase == "forward" else backward) for sample in samples
+                )
+                if not phase.startswith("call_")
+                else samples
+                for phase, samples in point.samples_s.items()
+            },
+        )
+
+    return msgspec.structs.replace(layer, points=tuple(map(scale, layer.points)))
 
 
 def recalibrate(profile: Profile, steps_s: Mapping[Plan, float]) -> Profile:
