@@ -10,10 +10,9 @@ One row per kind of layer and micro-batch size; times are for one layer and one 
 
 `kind` (embedding, block or head), `microbatch_size`, and a forward and a backward time of blocks
 are needed; other columns may be left out or empty, and what is not given is null in the profile.
-Times end in `_s`, `_ms` or `_us`. Further columns: `count` (layers of the kind, else the model's),
-`parameter_bytes`, `saved_activation_bytes`, `boundary_bytes`, and `tensor_parallel`,
-`context_parallel`, `data_parallel`, which must be the same in all rows. Lines that begin with # are
-comments.
+Times end in `_s`, `_ms` or `_us`. Further columns: `parameter_bytes`, `saved_activation_bytes`,
+`boundary_bytes`, and `tensor_parallel`, `context_parallel`, `data_parallel`, which must be the same
+in all rows. Lines that begin with # are comments.
 """
 
 import csv
@@ -36,7 +35,7 @@ _PARALLEL = {
     "tensor": "tensor_parallel", "context": "context_parallel", "data": "data_parallel"
 }  # fmt: skip
 _COLUMNS: frozenset[str] = frozenset(
-    {"kind", "microbatch_size", "recompute", "count", "parameter_bytes",
+    {"kind", "microbatch_size", "recompute", "parameter_bytes",
      "saved_activation_bytes", "boundary_bytes", *_PARALLEL.values(),
      *(time + unit for time in _TIMES for unit in _UNITS)}
 )  # fmt: skip
@@ -50,7 +49,6 @@ class _Row:
     kind: Kind
     recompute: Recompute
     point: LayerPoint
-    count: int | None
     parameter_bytes: int | None
     parallel: Parallel
 
@@ -102,7 +100,7 @@ def _layers(path: Path, rows: Sequence[_Row], spec: ModelSpec) -> Iterator[Layer
         first = next(iter(points.values()))
         yield Layer(
             kind=kind,
-            count=first.count or (spec.num_layers if kind == "block" else 1),
+            count=spec.num_layers if kind == "block" else 1,
             points=tuple(points[size].point for size in sorted(points)),
             recompute=recompute,
             parameter_bytes=first.parameter_bytes,
@@ -176,7 +174,6 @@ def _row(where: str, line: int, cells: Mapping[str, str]) -> _Row:
             boundary_bytes=_whole(where, cells, "boundary_bytes"),
             source="given",
         ),
-        count=_whole(where, cells, "count"),
         parameter_bytes=_whole(where, cells, "parameter_bytes"),
         parallel=Parallel(
             **{name: _whole(where, cells, column) or 1 for name, column in _PARALLEL.items()}

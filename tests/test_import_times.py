@@ -60,18 +60,18 @@ def test_the_profile_survives_its_file(tmp_path: Path) -> None:
 
 def test_every_column_arrives(tmp_path: Path) -> None:
     text = (
-        "microbatch_size,kind,forward_us,backward_s,recompute,count,parameter_bytes,"
+        "microbatch_size,kind,forward_us,backward_s,recompute,parameter_bytes,"
         "saved_activation_bytes,boundary_bytes,tensor_parallel,context_parallel,data_parallel\n"
-        "4, block ,1500,0.003,full,30,1000000,2e6,4096,8,2,4\n"
-        "2,block,800,0.0016,full,30,1000000,1e6,2048,8,2,4\n"
-        "2,block,700,0.0013,none,30,1000000,1e6,2048,8,2,4\n"
+        "4, block ,1500,0.003,full,1000000,2e6,4096,8,2,4\n"
+        "2,block,800,0.0016,full,1000000,1e6,2048,8,2,4\n"
+        "2,block,700,0.0013,none,1000000,1e6,2048,8,2,4\n"
     )
     profile = imported(tmp_path, text)
     assert (profile.parallel.tensor, profile.parallel.context, profile.parallel.data) == (8, 2, 4)
     layer = profile.layer("block", "full")
     assert layer is not None
     assert [point.microbatch_size for point in layer.points] == [2, 4]
-    assert (layer.count, layer.parameter_bytes) == (30, 1_000_000)
+    assert (layer.count, layer.parameter_bytes) == (SPEC.num_layers, 1_000_000)
     point = layer.points[1]
     assert (point.forward_s, point.backward_s) == pytest.approx((1.5e-3, 3e-3))
     assert (point.saved_activation_bytes, point.boundary_bytes) == (2_000_000, 4096)
