@@ -5,7 +5,8 @@ idea of when a receive is posted and what a rank waits for. The simulator plays 
 target (a trainer) decides which one a plan gets.
 """
 
-from enum import StrEnum
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 
 
 class Executor(StrEnum):
@@ -31,3 +32,78 @@ class Executor(StrEnum):
     MEGATRON_OVERLAP = "megatron-overlap"
     """Megatron-LM at V > 1 with overlapped P2P: messages overlap with compute in steady state;
     those of warmup and cooldown block the rank."""
+
+
+class Receive(StrEnum):
+    """When a rank posts its receives."""
+
+    BEFORE_STEP = "before-step"
+    """All of them at once: a message needs only its sender."""
+    LOWERED = "lowered"
+    """Where torch's lowering puts them: a receive follows those actions that its rank would have
+    done by the time the producer runs, were every action one tick long."""
+    AT_USE = "at-use"
+    """After the action before the one that uses the message."""
+    AT_LAST_USE = "at-last-use"
+    """In the steady phase after the previous action of the same direction, one exchange ahead;
+    outside of it at use."""
+
+
+class Wait(IntEnum):
+    """When a rank waits for the message it has just sent to arrive."""
+
+    NEVER = 0
+    AFTER_NEXT = 1
+    """After its next action, before it sends that one's output."""
+    BEFORE_RECEIVE = 2
+    """At once, before it posts the receive of its next action."""
+    WITH_RECEIVE = 3
+    """Together with the receive of its next action, which is posted at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """What a rank waits for between two actions.
+
+    Forwards go one direction, backwards (full or input part) and weight parts the other.
+    """
+
+    receive: Receive
+    same_direction: Wait = Wait.NEVER
+    """After an action whose successor goes the same direction."""
+    opposite_direction: Wait = Wait.NEVER
+    """After an action whose successor goes the other direction."""
+    steady: Wait | None = None
+    """Replaces both from the action before a rank's first backward to its last forward."""
+    pairs_send_together: bool = False
+    """Whether the forward of an overlapped pair sends only after the backward is done too."""
+
+
+WAITS: dict[Executor, Waits] = {
+    Executor.IDEAL: Waits(receive=Receive.BEFORE_STEP),
+    Executor.TORCH_RUNTIME: Waits(receive=Receive.LOWERED, pairs_send_together=True),
+    Executor.TORCH_1F1B: Waits(
+        receive=Receive.AT_USE,
+        same_direction=Wait.AFTER_NEXT,
+        opposite_direction=Wait.WITH_RECEIVE,
+    ),
+    Executor.MEGATRON_EXPOSED: Waits(
+        receive=Receive.AT_USE,
+        same_direction=Wait.BEFORE_RECEIVE,
+        opposite_direction=Wait.WITH_RECEIVE,
+    ),
+    Executor.MEGATRON_OVERLAP: Waits(
+        receive=Receive.AT_LAST_USE,
+        same_direction=Wait.WITH_RECEIVE,
+        opposite_direction=Wait.WITH_RECEIVE,
+        steady=Wait.NEVER,
+    ),
+}
+"""Every executor's waits, stated once.
+
+Common to all: a rank pays the sender's occupied time after an action and then posts the message;
+it pays the receiver's occupied time before the action that uses it. A message starts when both ends
+have posted it and all earlier messages of its directed link have left the wire, in the order in
+which they were sent; it arrives one wire time and one latency later, which is also when its send
+is complete.
+"""

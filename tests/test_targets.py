@@ -219,6 +219,7 @@ def test_every_group_that_we_allow_can_run(schedule: Schedule) -> None:
                 if "unknown" in str(error):
                     pytest.skip(f"schedules.generate does not make {schedule}")
                 assert size not in legal
+                num_stuck += 1
                 continue
             if size in legal:
                 assert runs_to_its_end(order), (ranks, chunks, microbatches, size)

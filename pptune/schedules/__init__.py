@@ -1,4 +1,8 @@
-"""Schedules: the orders in which ranks do their forwards and backwards."""
+"""Schedules: in which order every rank does its forwards and backwards.
+
+An order is made by `generate` or read by `from_text`. Each schedule has its own file with a
+function `order(shape) -> Order`; to add one, write the file and name it in `_MODULES`.
+"""
 
 from importlib import import_module
 
@@ -6,16 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pptune.errors import PlanError
-from pptune.schedules.action import Action, Work
-from pptune.schedules.order import ActionArrays, Order, from_text
+from pptune.schedules.action import Action, Work, input_stage
+from pptune.schedules.order import MAX_MICROBATCHES, MAX_STAGES, Cycle, Order, Shape
+from pptune.schedules.text import from_actions, from_text
 
 __all__ = [
     "Action",
-    "ActionArrays",
+    "Cycle",
     "Order",
     "Work",
+    "from_actions",
     "from_text",
     "generate",
+    "input_stage",
     "peak_in_flight",
     "peak_in_flight_bytes",
 ]
@@ -24,6 +31,12 @@ _MODULES = {
     "gpipe": "gpipe",
     "1f1b": "one_f_one_b",
     "interleaved": "interleaved",
+    "zb-h1": "zb_h1",
+    "zb-h2": "zb_h2",
+    "zb-v": "zb_v",
+    "looped-bfs": "looped_bfs",
+    "interleaved-zb": "interleaved_zb",
+    "dualpipe-v": "dualpipe_v",
 }
 
 
@@ -35,32 +48,34 @@ def generate(
     num_microbatches: int,
     microbatch_group_size: int | None = None,
 ) -> Order:
-    """The order in which `schedule` does its actions. Raises PlanError for what cannot run."""
+    """The order in which `schedule` does its actions; it takes no time until it is read.
+
+    `microbatch_group_size` (N) defaults to torch's M // max(1, M // P). Raises PlanError for what
+    cannot run at all, under any trainer.
+    """
     if schedule not in _MODULES:
         raise PlanError(f"schedule {schedule!r} is unknown; use one of {', '.join(_MODULES)}")
-    module = import_module(f"pptune.schedules.{_MODULES[schedule]}")
+    if min(num_ranks, num_chunks, num_microbatches) < 1:
+        raise PlanError(
+            f"{num_ranks} ranks, {num_chunks} chunks and {num_microbatches} micro-batches: "
+            "each must be 1 or more"
+        )
+    if num_ranks * num_chunks > MAX_STAGES or num_microbatches > MAX_MICROBATCHES:
+        raise PlanError(
+            f"{num_ranks * num_chunks} stages x {num_microbatches} micro-batches is too large; "
+            f"use at most {MAX_STAGES} and {MAX_MICROBATCHES}"
+        )
     group = microbatch_group_size
     if group is None:
         group = num_microbatches // max(1, num_microbatches // num_ranks)
-
-    def make() -> ActionArrays:
-        size = 2 * num_ranks * num_chunks * num_microbatches
-        arrays = ActionArrays(
-            np.empty(size, np.int8),
-            np.empty(size, np.int32),
-            np.empty(size, np.int32),
-            np.empty(num_ranks + 1, np.int64),
+    elif not 1 <= group <= num_microbatches:
+        raise PlanError(
+            f"micro-batch group size is {group}, but it must lie in 1..{num_microbatches} "
+            "(the number of micro-batches)"
         )
-        module.fill(num_ranks, num_chunks, num_microbatches, group, *arrays)
-        return arrays
-
-    return Order(
-        num_ranks=num_ranks,
-        num_stages=num_ranks * num_chunks,
-        num_microbatches=num_microbatches,
-        placement="loop",
-        make=make,
-    )
+    module = import_module(f"pptune.schedules.{_MODULES[schedule]}")
+    order: Order = module.order(Shape(num_ranks, num_chunks, num_microbatches, group))
+    return order
 
 
 def peak_in_flight(order: Order) -> NDArray[np.int64]:
@@ -69,10 +84,17 @@ def peak_in_flight(order: Order) -> NDArray[np.int64]:
 
 
 def peak_in_flight_bytes(order: Order, bytes_per_stage: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The most bytes of activations each rank holds at once, from an action's forward until its
-    full backward or weight gradient. `bytes_per_stage` is per micro-batch. Shape [num_ranks]."""
+    """The most bytes of activations each rank holds at once. Shape [num_ranks].
+
+    `bytes_per_stage`, shape [num_stages], is what one micro-batch keeps from its forward until its
+    full backward or weight part on that stage has ended.
+    """
     from pptune.schedules.in_flight import peak
 
-    per_stage = np.ascontiguousarray(bytes_per_stage, np.float64)
-    peaks: NDArray[np.float64] = peak(order.works, order.stages, order.offsets, per_stage)
+    if order.cycle is not None:
+        # Every cycle holds and frees the same, so that one of them shows the peak.
+        order = order.with_cycles(1)
+    peaks: NDArray[np.float64] = peak(
+        *order.coded, np.ascontiguousarray(bytes_per_stage, np.float64)
+    )
     return peaks

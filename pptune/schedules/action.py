@@ -1,4 +1,4 @@
-"""The vocabulary of a schedule: what one rank does at one time."""
+"""The vocabulary of a schedule: what a rank does at one time, and what that waits for."""
 
 import re
 from enum import IntEnum
@@ -45,3 +45,17 @@ class Action(NamedTuple):
                 "write it like 2F0"
             )
         return cls(int(match[1]), Work("FBIW".index(match[2])), int(match[3]))
+
+
+def input_stage(work: int, stage: int, num_stages: int) -> int:
+    """The neighbour stage whose output the action takes for its micro-batch, or -1 for none.
+
+    The rule that every dependency between stages comes from: a forward takes the previous stage's
+    forward, a backward (full or input part) the next stage's, and a weight part nothing. Within a
+    stage forward, backward and weight part follow each other, which the rank's own order keeps.
+    """
+    if work == Work.FORWARD:
+        return stage - 1
+    if work == Work.BACKWARD_WEIGHT or stage == num_stages - 1:
+        return -1
+    return stage + 1

@@ -1,12 +1,22 @@
 """Compilation of the inner loops, in one place."""
 
+import hashlib
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_config = cast(Any, numba.config)
+_PACKAGE = Path(__file__).parent.parent
+_SOURCES = ("executors.py", "schedules/*.py", "simulator/*.py")
+"""Everything that compiled functions are made of, the functions and constants they use included."""
 
 
 class UncachedWarning(UserWarning):
@@ -14,24 +24,53 @@ class UncachedWarning(UserWarning):
 
 
 def compiled(signature: str) -> Callable[[Function], Function]:
-    """A decorator that compiles a function for `signature`, from numba's cache where there is one.
+    """A decorator that compiles a function for `signature`, or loads it where that was done before.
 
-    numba raises RuntimeError where neither the source's folder nor the user's cache folder can be
-    written; the function is then compiled for this process only, with a warning.
+    Where no folder can be written, the function is compiled for this process only, with a warning.
     """
 
     def decorate(function: Function) -> Function:
+        folder = _cache_folder()
+        if folder is None:
+            return cast(Function, numba.njit(signature)(function))
+        configured = _config.CACHE_DIR
+        _config.CACHE_DIR = folder
         try:
             return cast(Function, numba.njit(signature, cache=True)(function))
-        except RuntimeError as error:
-            if "cache" not in str(error):
-                raise
-            warnings.warn(
-                f"compiled code cannot be cached ({error}); set NUMBA_CACHE_DIR to a writable "
-                "folder to start faster",
-                UncachedWarning,
-                stacklevel=2,
-            )
+        except OSError:  # A full disk, or a folder that went away.
             return cast(Function, numba.njit(signature)(function))
+        finally:
+            _config.CACHE_DIR = configured
 
     return decorate
+
+
+@cache
+def _cache_folder() -> str | None:
+    """A writable folder for the code of exactly these sources.
+
+    numba looks for changes only in a function's own file, and would go on using code with an old
+    version of another file's functions inside: hence a folder per state of all sources.
+    """
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    name = f"compiled-{digest.hexdigest()[:16]}"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pptune"
+    bases = [_config.CACHE_DIR] if _config.CACHE_DIR else [_PACKAGE / "__pycache__", user]
+    for base in map(Path, bases):
+        folder = base / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:
+            continue
+        return str(folder)
+    warnings.warn(
+        f"compiled code cannot be kept: no writable folder among {', '.join(map(str, bases))}; "
+        "set NUMBA_CACHE_DIR to one to start faster",
+        UncachedWarning,
+        stacklevel=2,
+    )
+    return None

@@ -1,4 +1,4 @@
-"""How much a rank holds at once, counted from its order."""
+"""How much every rank holds at once, counted from its order."""
 
 from typing import Any
 
@@ -6,23 +6,28 @@ import numpy as np
 
 from pptune.schedules.action import Work
 from pptune.schedules.compiled import compiled
+from pptune.schedules.order import STAGE_MASK, STAGE_SHIFT, WORK_MASK
 
-FORWARD, BACKWARD_INPUT = int(Work.FORWARD), int(Work.BACKWARD_INPUT)
+_FORWARD, _INPUT = int(Work.FORWARD), int(Work.BACKWARD_INPUT)
 
 
-@compiled("float64[::1](int8[::1],int32[::1],int64[::1],float64[::1])")
-def peak(works: Any, stages: Any, offsets: Any, bytes_per_stage: Any) -> Any:
-    """The largest sum of `bytes_per_stage` over what each rank holds. Shape [num_ranks]."""
-    num_ranks = offsets.size - 1
-    peaks = np.zeros(num_ranks)
-    for rank in range(num_ranks):
+@compiled("float64[::1](int64[:,::1],int64[::1],float64[::1])")
+def peak(codes: Any, lengths: Any, bytes_per_stage: Any) -> Any:
+    """The largest sum of `bytes_per_stage` over what each rank holds. Shape [num_ranks].
+
+    A stage's micro-batch is held from its forward until its full backward or weight part.
+    """
+    peaks = np.zeros(lengths.size)
+    for rank in range(lengths.size):
         held = 0.0
         highest = 0.0
-        for at in range(offsets[rank], offsets[rank + 1]):
-            if works[at] == FORWARD:
-                held += bytes_per_stage[stages[at]]
+        for code in codes[rank, : lengths[rank]]:
+            work = code & WORK_MASK
+            num_bytes = bytes_per_stage[code >> STAGE_SHIFT & STAGE_MASK]
+            if work == _FORWARD:
+                held += num_bytes
                 highest = max(highest, held)
-            elif works[at] != BACKWARD_INPUT:
-                held -= bytes_per_stage[stages[at]]
+            elif work != _INPUT:
+                held -= num_bytes
         peaks[rank] = highest
     return peaks

@@ -1,37 +1,14 @@
-"""1F1B (PipeDream-Flush, arXiv 2006.09503): one forward, one backward in turn."""
+"""1F1B: one forward and one backward in turn, so that rank r holds min(P - r, M) micro-batches.
 
-from typing import Any
+PipeDream-Flush, arXiv 2006.09503, section 3.2; bubble (P - 1)(t_f + t_b), arXiv 2104.04473,
+section 2.2.1.
+"""
 
-from pptune.schedules.action import Work
-from pptune.schedules.compiled import compiled
+from pptune.schedules.looped import looped_order
+from pptune.schedules.order import Order, Shape
+from pptune.schedules.sizes import need_chunks
 
-F, B = int(Work.FORWARD), int(Work.BACKWARD)
 
-
-@compiled("void(int64,int64,int64,int64,int8[::1],int32[::1],int32[::1],int64[::1])")
-def fill(
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    group: int,
-    works: Any,
-    stages: Any,
-    microbatches: Any,
-    offsets: Any,
-) -> None:
-    at = 0
-    for rank in range(num_ranks):
-        offsets[rank] = at
-        num_warmup = min(num_ranks - 1 - rank, num_microbatches)
-        for slot in range(num_microbatches + num_warmup):
-            if slot < num_microbatches:
-                works[at] = F
-                stages[at] = rank
-                microbatches[at] = slot
-                at += 1
-            if slot >= num_warmup:
-                works[at] = B
-                stages[at] = rank
-                microbatches[at] = slot - num_warmup
-                at += 1
-    offsets[num_ranks] = at
+def order(shape: Shape) -> Order:
+    need_chunks("1f1b", shape, exactly=1)
+    return looped_order(shape, warmup_per_hop=1)

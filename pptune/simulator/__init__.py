@@ -1,0 +1,98 @@
+"""Plays an order of actions under given costs: when each action runs, and where the time goes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pptune.executors import Executor
+from pptune.schedules import Order
+from pptune.simulator.costs import Costs, Hops
+from pptune.simulator.engine import Step
+
+__all__ = ["Costs", "Hops", "Simulation", "Spans", "simulate"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spans:
+    """Every action of the step, and its incoming message. Arrays [num_actions], by rank and then
+    in each rank's order."""
+
+    rank: NDArray[np.int32]
+    work: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    start_s: Floats
+    end_s: Floats
+    sent_s: Floats
+    """When the message this action waited for left its sender; NaN where it needs none."""
+    arrived_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """One step. Arrays have one entry per rank; on every rank busy, bubble, exposed transfer and
+    overhead sum to the step time, and so do warmup, steady and cooldown."""
+
+    step_time_s: float
+    longest_rank_span_s: float
+    """The longest of the ranks' spans from first action to last."""
+    busy_s: Floats
+    bubble_s: Floats
+    """Waiting until the producer had finished, and waiting for the step to end."""
+    exposed_transfer_s: Floats
+    """Waiting after the producer had finished, and the rank's own time in sends and receives."""
+    overhead_s: Floats
+    warmup_s: Floats
+    """Until the rank's first backward starts or its last forward ends, whichever is first."""
+    steady_s: Floats
+    cooldown_s: Floats
+    """After the rank's last forward."""
+    extrapolated: bool
+    """Whether a repeating part of the step was counted instead of played."""
+    spans: Spans | None
+
+
+def simulate(
+    order: Order, costs: Costs, executor: Executor = Executor.IDEAL, *, spans: bool = False
+) -> Simulation:
+    """The step that `order` takes under `costs` and the waits of `executor`.
+
+    Raises PlanError where the order deadlocks and UsageError where costs are missing, negative or
+    NaN.
+    """
+    step = Step(order, costs, executor)
+    if not step.play(whole=spans):
+        raise step.deadlock()
+    step_time_s, result = step.finish()
+    busy, bubble, exposed, overhead, warmup, steady, cooldown, span = result
+    return Simulation(
+        step_time_s=step_time_s,
+        longest_rank_span_s=float(span.max()),
+        busy_s=busy,
+        bubble_s=bubble,
+        exposed_transfer_s=exposed,
+        overhead_s=overhead,
+        warmup_s=warmup,
+        steady_s=steady,
+        cooldown_s=cooldown,
+        extrapolated=step.played is not order,
+        spans=_spans(order, step.spans()) if spans else None,
+    )
+
+
+def _spans(order: Order, times: Floats) -> Spans:
+    ranks = np.arange(order.num_ranks, dtype=np.int32)
+    start_s, end_s, sent_s, arrived_s = times
+    return Spans(
+        rank=np.repeat(ranks, np.diff(order.offsets)),
+        work=order.works,
+        stage=order.stages,
+        microbatch=order.microbatches,
+        start_s=start_s,
+        end_s=end_s,
+        sent_s=sent_s,
+        arrived_s=arrived_s,
+    )

@@ -1,0 +1,276 @@
+"""Drives the compiled loops: plays as little of an order as its repetition allows."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pptune.errors import PlanError, UsageError
+from pptune.executors import WAITS, Executor, Receive
+from pptune.schedules.action import Action, Work
+from pptune.schedules.deadlock import deadlock
+from pptune.schedules.order import MICROBATCH_MASK, STAGE_SHIFT, WORK_MASK, Order, padded
+from pptune.simulator.arrays import (
+    CUT,
+    CUTTING,
+    DEADLOCK,
+    DONE,
+    HALFWAY,
+    NONE,
+    NUM_CLOCK,
+    NUM_CYCLE,
+    NUM_KIND,
+    NUM_SENDS,
+    PENDING,
+    SAVED,
+    UNALIGNED,
+    UNKNOWN,
+)
+from pptune.simulator.costs import Costs
+from pptune.simulator.finish import (
+    ARRIVED_AND_PRODUCED,
+    ARRIVED_ONLY,
+    NUM_RESULTS,
+    SENT_AND_ARRIVED,
+    finish,
+)
+from pptune.simulator.kinds import BY_EITHER, BY_RECEIVER, BY_SENDER, fill_kinds
+from pptune.simulator.play import play
+from pptune.simulator.posts import posts_of
+
+Floats = NDArray[np.float64]
+
+_GROWTH = 4
+"""By how much the played part of an order grows while its state has not come back."""
+_NO_FLOATS = np.empty((0, 0))
+_NO_POSTS = np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty(0, np.int32)
+
+
+class Step:
+    """A step being played: the arrays of the compiled loops, see arrays.py."""
+
+    def __init__(self, order: Order, costs: Costs, executor: Executor) -> None:
+        """Raises UsageError where costs are missing, impossible or for other stages."""
+        self.table, self.overhead = costs.table, costs.overhead
+        _check(order, costs)
+        num_ranks = order.num_ranks
+        self.order = self.played = order
+        """The order asked for, and the part of it that is played."""
+        self.executor = executor
+        self.started_by = _started_by(order, executor)
+        self.wired = costs.wired
+        self.rank_of = order.rank_of_stage
+        self.clocks = np.zeros((num_ranks, NUM_CLOCK))
+        self.places = np.zeros(num_ranks, np.int64)
+        self.free = np.zeros((2, 2 * num_ranks + 1))
+        self.kinds = np.empty(4 * order.num_stages * NUM_KIND, np.int64)
+        self.floats = self.kinds.view(np.float64)
+        self.sent = self.arrived = self.produced = _NO_FLOATS
+        self.done = _NO_FLOATS
+        self.following = np.empty((2 * order.num_stages + 2, 0), np.int64)
+        self.queues = np.full((2 * num_ranks, 2), NONE)
+        self.sends = np.full((num_ranks, NUM_SENDS), NONE)
+        self.sends[:, HALFWAY] = 0
+        self.cycle = np.zeros(NUM_CYCLE, np.int64)
+
+    def play(self, *, whole: bool) -> bool:
+        """Play to the end; with `whole`, every action. False for a deadlock."""
+        order = self.order
+        count = 0 if whole else _first_count(order, two_sided=self.started_by != BY_SENDER)
+        cuts = np.array((count > 0, 0, NONE))
+        run = {BY_SENDER: self._run_ideal, BY_RECEIVER: self._run_lowered}.get(
+            self.started_by, self._run_two_sided
+        )
+        while True:
+            self.played = order.with_cycles(count) if count else order
+            if count:
+                self._set_cycle(count)
+            fill_kinds(
+                order.num_ranks, padded(self.played.num_microbatches), self.rank_of, self.table,
+                self.overhead, self.started_by, self.kinds, self.floats,
+            )  # fmt: skip
+            status = run(cuts)
+            if status in (DONE, DEADLOCK):
+                return status == DONE
+            assert order.cycle is not None
+            count = _next_count(order.cycle.num_cycles, count, cuts, found=status == UNALIGNED)
+            if count == order.cycle.num_cycles:
+                cuts[CUTTING] = 0
+
+    def _set_cycle(self, count: int) -> None:
+        """Where the cuts of the order with `count` cycles are, see arrays.py."""
+        assert self.order.cycle is not None
+        # What a rank posts at a cut looks one cycle ahead: at the last cut, into the cooldown.
+        last = count - (self.started_by != BY_SENDER)
+        self.cycle[:] = *self.order.cycle[:4], last, self.order.cycle.num_cycles - count
+
+    def _run_ideal(self, cuts: NDArray[np.int64]) -> int:
+        self.arrived = self._grown(self.arrived)
+        if self.wired:
+            self.produced = self._grown(self.produced)
+        status: int = play(
+            *self.played.coded, self.kinds, self.floats, padded(self.played.num_microbatches),
+            self.wired, False, self.clocks, self.places, self.arrived.reshape(-1),
+            self.produced.reshape(-1), self.free, self.done, *_NO_POSTS, self.cycle, cuts,
+        )  # fmt: skip
+        return status
+
+    def _run_lowered(self, cuts: NDArray[np.int64]) -> int:
+        self.sent, self.arrived = self._grown(self.sent), self._grown(self.arrived)
+        self.done = self._grown_done()
+        posts = posts_of(self.played, self.executor)
+        status: int = play(
+            *self.played.coded, self.kinds, self.floats, padded(self.played.num_microbatches),
+            True, True, self.clocks, self.places, self.sent.reshape(-1), self.arrived.reshape(-1),
+            self.free, self.done, posts.posted_after, posts.ticks, posts.produced_tick, self.cycle,
+            cuts,
+        )  # fmt: skip
+        return status
+
+    def _run_two_sided(self, cuts: NDArray[np.int64]) -> int:
+        from pptune.simulator.two_sided import play_two_sided
+
+        self.sent, self.arrived = self._grown(self.sent), self._grown(self.arrived)
+        self.produced, self.done = self._grown(self.produced), self._grown_done()
+        posts = posts_of(self.played, self.executor)
+        stride = padded(self.played.num_microbatches)
+        following = np.full((2 * self.order.num_stages + 2, stride), NONE)
+        following[:, : self.following.shape[1]] = self.following
+        self.following = following
+        status: int = play_two_sided(
+            *self.played.coded, self.kinds, self.floats, stride,
+            WAITS[self.executor].pairs_send_together, self.clocks, self.places, self.sends,
+            self.sent.reshape(-1), self.arrived.reshape(-1), self.produced.reshape(-1), self.free,
+            self.done, self.following.reshape(-1), self.queues, posts.waits, posts.posted_after,
+            posts.ticks, posts.produced_tick, self.cycle, cuts,
+        )  # fmt: skip
+        return status
+
+    def _grown(self, old: Floats) -> Floats:
+        """A message array for the played order that begins like `old`."""
+        rows = 2 * self.order.num_stages + 2
+        new = np.empty((rows, padded(self.played.num_microbatches)))
+        kept = old.shape[1]
+        new[:, kept:] = UNKNOWN
+        if kept:
+            new[:, :kept] = old
+        new[rows - 2] = 0.0
+        return new
+
+    def _grown_done(self) -> Floats:
+        """The same for when ranks had done each action, after a column for the step's start."""
+        codes, _ = self.played.coded
+        new = np.full((codes.shape[0], codes.shape[1] + 1), UNKNOWN)
+        kept = min(self.done.shape[1], new.shape[1])
+        if kept:
+            new[:, :kept] = self.done[:, :kept]
+        new[:, 0] = 0.0
+        return new
+
+    def spans(self) -> Floats:
+        """Start and end of every action, and when its message was sent and arrived; see spans.py.
+        The step must have been played whole."""
+        from pptune.simulator.spans import fill_spans
+
+        codes, lengths = self.played.coded
+        stride = padded(self.played.num_microbatches)
+        kinds = np.empty_like(self.kinds)
+        floats = kinds.view(np.float64)
+        fill_kinds(
+            self.order.num_ranks, stride, self.rank_of, self.table, self.overhead, BY_RECEIVER,
+            kinds, floats,
+        )  # fmt: skip
+        waits = np.empty((0, 0), np.int8)
+        if self.started_by == BY_EITHER:
+            waits = posts_of(self.played, self.executor).waits
+        spans = np.empty((4, int(lengths.sum())))
+        fill_spans(
+            codes, lengths, kinds, floats, self.table, self.overhead, self.arrived.reshape(-1),
+            waits, WAITS[self.executor].pairs_send_together, stride, spans,
+        )  # fmt: skip
+        return spans
+
+    def deadlock(self) -> PlanError:
+        """The error for the deadlock that was met."""
+        return deadlock(self.played, self.places.tolist(), self._stuck_on)
+
+    def _stuck_on(self, rank: int, action: Action) -> str | None:
+        if self.started_by != BY_EITHER:
+            return None
+        name = int(self.sends[rank, PENDING])
+        if name != NONE:
+            kind, microbatch = name >> 32, name & MICROBATCH_MASK
+            stage, work = kind // NUM_KIND >> STAGE_SHIFT, kind // NUM_KIND & WORK_MASK
+            sent = Action(stage, Work(work), microbatch)
+            return f"waits for the message of {sent} to arrive"
+        return "waits for its message, which is not received in the order of sending"
+
+    def finish(self) -> tuple[float, Floats]:
+        """The step time, and the result by rank that finish.py describes."""
+        first, second, meaning = self.arrived, self.produced, ARRIVED_AND_PRODUCED
+        if self.started_by == BY_RECEIVER:
+            first, second, meaning = self.sent, self.arrived, SENT_AND_ARRIVED
+        elif self.started_by == BY_SENDER and not self.wired:
+            meaning = ARRIVED_ONLY
+        result = np.empty((NUM_RESULTS, self.order.num_ranks))
+        step: float = finish(
+            *self.played.coded, self.rank_of, self.order.num_microbatches, self.table,
+            self.overhead, self.kinds, self.floats, self.clocks, first.reshape(-1),
+            second.reshape(-1), meaning, self.cycle, result,
+        )  # fmt: skip
+        return step, result
+
+
+def _started_by(order: Order, executor: Executor) -> int:
+    """Which loop plays the order: see kinds.py for the names."""
+    rules = WAITS[executor]
+    if rules.receive is Receive.BEFORE_STEP:
+        return BY_SENDER
+    # With generated orders on a loop of 3 ranks and more, a link carries one kind of message in the
+    # order in which both of its ends deal with them.
+    simple = order.placement == "loop" and (
+        order.num_ranks != 2 or order.num_stages == order.num_ranks
+    )
+    if rules.receive is Receive.LOWERED and simple and order.with_microbatches is not None:
+        return BY_RECEIVER
+    return BY_EITHER
+
+
+def _check(order: Order, costs: Costs) -> None:
+    """Raise UsageError where the costs are for other stages or lack a kind of backward."""
+    if len(costs.forward_s) != order.num_stages:
+        raise UsageError(
+            f"the costs are for {len(costs.forward_s)} stages, but the order has {order.num_stages}"
+        )
+    whole, parts = order.backwards in ("whole", "mixed"), order.backwards in ("split", "mixed")
+    if whole and costs.backward_s is None:
+        raise UsageError(
+            "the order has full backwards, but from stage 0 on no times for them are given; "
+            "give backward times"
+        )
+    if parts and (costs.backward_input_s is None or costs.backward_weight_s is None):
+        raise UsageError(
+            "the order plays input and weight parts of backwards, but from stage 0 on times for "
+            "them are missing; give both parts"
+        )
+
+
+def _first_count(order: Order, *, two_sided: bool) -> int:
+    """Cycles to play before the order is made longer, or 0 to play it whole.
+
+    A state comes back after as many micro-batches as a critical loop holds, often P of them; cycles
+    of P and more come back at once.
+    """
+    if order.cycle is None:
+        return 0
+    size, total = order.cycle.num_microbatches, order.cycle.num_cycles
+    count = (1 if size >= order.num_ranks else 3 * -(-order.num_ranks // size)) + two_sided
+    # A period of P micro-batches should divide what is left out.
+    count += (total - count) % max(1, order.num_ranks // size)
+    return count if 4 * count < 3 * total else 0
+
+
+def _next_count(total: int, count: int, cuts: NDArray[np.int64], *, found: bool) -> int:
+    """How many cycles to play after `count` were not enough; `total` for all of them."""
+    if found:
+        return count + (total - count) % int(cuts[CUT] - cuts[SAVED])
+    longer = count * _GROWTH
+    return total if cuts[CUTTING] == 0 or 2 * longer > total else longer
