@@ -280,6 +280,7 @@ def _extras(
     for before, action in itertools.pairwise(actions):
         gap = action.start_s - before.end_s - _waited(waits, before.end_s, action.start_s)
         seconds = _bare_s(costs, action.stage, action.work)
+        seconds += _occupied_s(costs, plan, action.stage, action.work)
         work = "F" if action.work == "F" else "B"
         yield work, gap + (action.end_s - action.start_s) - seconds
 
@@ -289,6 +290,21 @@ def _bare_s(costs: object, stage: int, work: str) -> float:
         "F": "forward_s", "B": "backward_s", "I": "backward_input_s", "W": "backward_weight_s",
     }[work]  # fmt: skip
     return float(getattr(costs, name)[stage])
+
+
+def _occupied_s(costs: object, plan: Plan, stage: int, work: str) -> float:
+    """What the links already charge the rank for posting this action's messages."""
+    if work == "W":
+        return 0.0
+    hops = getattr(costs, "forward_hops" if work == "F" else "backward_hops")
+    out_of, into = (stage, stage - 1) if work == "F" else (stage - 1, stage)
+    seconds = 0.0
+    for boundary, own in ((out_of, hops.send_occupied_s), (into, hops.receive_occupied_s)):
+        crosses = 0 <= boundary < plan.num_stages - 1 and plan.rank_of(boundary) != plan.rank_of(
+            boundary + 1
+        )
+        seconds += float(own[boundary]) if crosses else 0.0
+    return seconds
 
 
 def _waited(waits: Iterable[tuple[float, float]], start_s: float, end_s: float) -> float:
