@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from pptune.cost_model import CostModel, Setting
 from pptune.memory import MemoryParts, fullest_rank_range
-from pptune.plan import Plan, make_plan
+from pptune.plan import Plan, Schedule, make_plan
 from pptune.profiles import MemoryModel, Profile
 from pptune.targets import parse_target
 from tests.synthetic import synthetic_profile
@@ -91,12 +91,16 @@ def test_the_peak_lies_in_its_range(seed: int) -> None:
         p * v + 5,
         end_parameter_bytes=draw.randint(0, 300) * KIB,
         end_activation_bytes=draw.randint(0, 50) * KIB,
+        block=(1.0, 1.0, 1.0),
     )
+    schedules: list[Schedule] = ["interleaved", "interleaved-zb", "looped-bfs"]
+    if v == 1:
+        schedules = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
     layers = [1] * (p * v)
     for _ in range(5):
         layers[draw.randrange(p * v)] += 1
     wanted = make_plan(
-        schedule=draw.choice(["gpipe", "1f1b"]) if v == 1 else "interleaved",  # type: ignore[arg-type]
+        schedule=draw.choice(schedules),
         num_ranks=p,
         num_chunks=v,
         microbatch_size=1,
@@ -142,6 +146,12 @@ def test_parts_sum_to_the_estimated_peak_and_every_rank_has_its_own_row() -> Non
     assert peaks[3] > peaks[2]
     estimate = model.estimate(wanted)
     assert getattr(estimate, "peak_memory_bytes", None) == tuple(round(peak) for peak in peaks)
+
+
+def test_a_v_shape_holds_both_ends_on_the_first_rank() -> None:
+    profile = sized_profile(end_parameter_bytes=300 * KIB, block=(1.0, 1.0, 1.0))
+    found = parts(profile, plan(4, 2, 8, schedule="zb-v"))
+    np.testing.assert_allclose(found.weights, [1000 * KIB, 400 * KIB, 400 * KIB, 400 * KIB])
 
 
 def test_weights_follow_the_layout() -> None:

@@ -123,6 +123,34 @@ def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
     assert sum(answer.space.lost_by.values()) == answer.space.num_legal - 1
 
 
+def test_sampling_a_tenth_of_the_plans_comes_close() -> None:
+    num_spaces = num_close = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        num_ranks = draw.choice([2, 3, 4, 6])
+        profile = random_profile(draw, num_ranks)
+        axes = {
+            "microbatch_group_sizes": tuple(range(num_ranks, 25)),
+            "recompute": ("none", "full"),
+        }
+        try:
+            everything = found(profile, 24, **axes)
+        except NoAnswer:
+            continue
+        if everything.space.num_legal < 100:
+            continue
+        trials = everything.space.num_legal // 10
+        sampled = found(profile, 24, max_enumerated=0, trials=trials, **axes)
+        assert not sampled.proven_optimal
+        best_s, found_s = (
+            answer.candidates[0].estimate.step_time_s for answer in (everything, sampled)
+        )
+        num_spaces += 1
+        num_close += found_s <= best_s * 1.01
+    assert num_spaces >= 10
+    assert num_close >= 0.95 * num_spaces
+
+
 def test_the_same_seed_samples_the_same_plans() -> None:
     profile = random_profile(random.Random(7), 4)
     one, two = (found(profile, 16, max_enumerated=0, trials=8, seed=3).candidates for _ in range(2))
@@ -430,6 +458,15 @@ def test_counting_plays_nothing_and_agrees_with_the_search() -> None:
     assert replace(counted, lost_by=space.lost_by) == space
 
 
+def test_split_schedules_without_split_times_are_left_out_with_the_reason() -> None:
+    profile = synthetic_profile(num_layers=8, num_ranks=2)
+    answer = found(profile, 8, schedules=("1f1b", "zb-h1"))
+    assert answer.candidates[0].plan.schedule == "1f1b"
+    assert answer.space.num_illegal["split-times-not-measured"] > 0
+    split = synthetic_profile(num_layers=8, block=(1.0, 1.0, 1.0), num_ranks=2)
+    assert pick(split, 8, schedules=("1f1b", "zb-h1")).schedule == "zb-h1"
+
+
 def test_the_leanest_plan_and_the_pareto_front() -> None:
     profile = gpu_profile(0.01)
     rows = found(profile, 16, objective="pareto").candidates
@@ -473,6 +510,25 @@ def test_a_stored_search_resumes_and_refuses_another_space(
         assert values[best.plan.label] == pytest.approx(best.estimate.step_time_s)
     with pytest.raises(UsageError, match=r"search space .* has changed .*num_chunks"):
         found(profile, 16, num_chunks=(1, 2), **request)
+
+
+def test_a_trial_that_was_killed_costs_no_budget_and_workers_share_theirs(tmp_path: Path) -> None:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    url = f"journal://{tmp_path}/study.log"
+    profile = synthetic_profile(num_layers=8, block=0.1, num_ranks=2)
+    request = {"storage": url, "study_name": "s", "max_enumerated": 0}
+    found(profile, 16, trials=2, **request)
+    study = optuna.load_study(
+        study_name="s", storage=JournalStorage(JournalFileBackend(f"{tmp_path}/study.log"))
+    )
+    study.ask()  # a worker that never came back
+    found(profile, 16, trials=6, seed=1, **request)
+    states = [trial.state.name for trial in study.get_trials()]
+    assert states.count("COMPLETE") == 6
+    assert states.count("RUNNING") == 1
 
 
 def test_storages_that_cannot_be_used_are_named(tmp_path: Path) -> None:
