@@ -4,6 +4,7 @@ Nothing is played here. Plans that differ only in schedule, M and N share the re
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +31,25 @@ Floats = NDArray[np.float64]
 _TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_1F1B)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What plans that differ only in schedule, M and N share."""
 
+    plan: Plan
+    """One of them."""
     costs: Costs
     executor: Executor
     constant_s: Floats
     """Seconds per step besides the actions, of each rank."""
-    bound: StepBound
     static: StaticMemory | None
     activation: ActivationMemory | None
     source: Source
     assumptions: tuple[str, ...]
+
+    @cached_property
+    def bound(self) -> StepBound:
+        """What no step of these plans beats."""
+        return step_bound(self.plan, self.costs, float(self.constant_s.max()))
 
 
 def compose(
@@ -103,11 +110,11 @@ def compose(
         backward_hops=backward_hops,
     )
     return Inputs(
+        plan=plan,
         costs=costs,
         executor=executor,
         constant_s=constant_s,
-        bound=step_bound(plan, costs, float(constant_s.max())),
-        static=static_memory(plan, profile, zero_stage=zero_stage),
+        static=static_memory(plan, profile, parameter_bytes, zero_stage=zero_stage),
         activation=activation_memory(times, message_bytes=message),
         source=weakest([*sources, link_source, constants.source]),
         assumptions=(*times.assumptions, *assumptions, *constants.assumptions),

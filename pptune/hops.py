@@ -37,6 +37,7 @@ class Links:
         self._pairs = {(link.source_rank, link.target_rank): link for link in self._links}
         self._medians: dict[str, Link] = {}
         self._routes: dict[tuple[int, int, str], tuple[_Route, _Route]] = {}
+        self._hops: dict[tuple[int, int, str, int, float], tuple[Hops, Hops, Source]] = {}
 
     def scope(self, source_rank: int, target_rank: int) -> Literal["intra", "inter"]:
         """`inter` where the two ranks live on different nodes."""
@@ -62,12 +63,19 @@ class Links:
 
         `wake_s` is what a waiting receiver loses on top of the link's own latency.
         """
-        key = (num_ranks, num_chunks, placement)
-        if key not in self._routes:
-            self._routes[key] = self._route(num_ranks, num_chunks, placement)
-        forward, backward = self._routes[key]
-        source = weakest([forward.source, backward.source])
-        return forward.hops(num_bytes, wake_s), backward.hops(num_bytes, wake_s), source
+        shape = (num_ranks, num_chunks, placement)
+        key = (*shape, num_bytes, wake_s)
+        if key not in self._hops:
+            if shape not in self._routes:
+                self._routes[shape] = self._route(*shape)
+            forward, backward = self._routes[shape]
+            source = weakest([forward.source, backward.source])
+            self._hops[key] = (
+                forward.hops(num_bytes, wake_s),
+                backward.hops(num_bytes, wake_s),
+                source,
+            )
+        return self._hops[key]
 
     def _route(self, num_ranks: int, num_chunks: int, placement: str) -> tuple["_Route", "_Route"]:
         """(forward, backward) links of every stage boundary."""

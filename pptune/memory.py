@@ -179,12 +179,15 @@ def in_flight_counts(plan: Plan, group_sizes: NDArray[np.int64]) -> NDArray[np.i
     return np.asarray(np.minimum((plan.num_chunks - 1) * group_sizes[:, None] + own, most))
 
 
-def static_memory(plan: Plan, profile: Profile, *, zero_stage: int = 0) -> StaticMemory | None:
+def static_memory(
+    plan: Plan, profile: Profile, weights: Floats | None, *, zero_stage: int = 0
+) -> StaticMemory | None:
     """Weights, gradients and optimizer state, or None where parameter sizes are unknown.
+
+    `weights` are the ranks' own, see `rank_parameter_bytes`.
 
     ZeRO stage 1 shards the optimizer state over the data-parallel ranks (arXiv 1910.02054, sec. 5).
     """
-    weights = rank_parameter_bytes(plan, profile)
     if weights is None or profile.memory is None:
         return None
     model: MemoryModel = profile.memory
