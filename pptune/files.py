@@ -11,6 +11,7 @@ import stat
 import tempfile
 import warnings
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -94,10 +95,11 @@ def impossible_number(value: object, where: str = "", name: str = "") -> str | N
                 return f"{where} is {value}, and can't be below 0"
             return None
         case msgspec.Struct():
+            names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
             parts = [
-                (getattr(value, field.name), f"{where}.{field.encode_name}", field.encode_name)
-                for field in msgspec.structs.fields(value)
-                if field.name not in _UNREAD
+                (getattr(value, field), f"{where}.{encoded}", encoded)
+                for field, encoded in names
+                if field not in _UNREAD
             ]
         case dict():
             parts = [(inner, f"{where}.{key}", name) for key, inner in value.items()]
@@ -194,6 +196,11 @@ def _check_header(path: Path, data: Any, document: type[Document], kind: str) ->
         )
 
 
+@cache
+def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+
+
 def _unknown_fields(data: Any, expected: Any, where: str) -> set[str]:
     """Paths in `data` that the struct type `expected`, or a type inside it, has no field for."""
     if (
@@ -201,7 +208,7 @@ def _unknown_fields(data: Any, expected: Any, where: str) -> set[str]:
         and isinstance(expected, type)
         and issubclass(expected, msgspec.Struct)
     ):
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(expected)}
+        fields = _field_types(expected)
         found = {f"{where}.{name}" for name in data if name not in fields}
         for name, inner in fields.items():
             if name in data:

@@ -136,6 +136,7 @@ class PlanRunner:
         module: nn.Module = models.build_stage(
             spec, blocks=plan.layers_per_stage[stage], first=first, last=last, dtype=dtype,
             device=device, recompute=plan.recompute,
+            first_block=sum(plan.layers_per_stage[:stage]),
         )  # fmt: skip
         inputs, outputs = models.stage_boundaries(
             spec, plan.microbatch_size, first=first, last=last, dtype=dtype, device=device

@@ -20,6 +20,10 @@ from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.stages import WaitTimes
 
 _EMIT_EVERY_S = 3.0
+_MAX_RUNNERS = 64
+"""Built plans that a rank keeps between visits; the one built first goes first. Every rank gets the
+same visits, so all of them forget alike."""
+
 _REFERENCE_WARMUPS, _REFERENCE_SAMPLES = 10, 40
 
 
@@ -58,12 +62,11 @@ def visit_plan(
     asked = msgspec.convert(plan, Plan)
     runners: dict[str, PlanRunner] = context.keep.setdefault("runners", {})
     key = f"{asked.label} {'replay' if stage_times else 'real'} {model['name']} {dtype}"
-    if forget_others:
-        for other in [name for name in runners if name != key]:
-            del runners[other]
-        gc.collect()
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
+    # On a GPU the peak is that of everything on the device.
+    if forget_others or (memory and context.device.type == "cuda"):
+        _forget(runners, [name for name in runners if name != key])
+    elif key not in runners and len(runners) >= _MAX_RUNNERS:
+        _forget(runners, list(runners)[:1])
     if key not in runners:
         context.status(f"building {asked.label}")
         times = None if stage_times is None else [WaitTimes(**each) for each in stage_times]
@@ -87,6 +90,14 @@ def visit_plan(
         "peak_memory_bytes": runner.peak_memory_bytes() if memory else None,
         "free_memory_ratio": free_memory_ratio(context),
     }
+
+
+def _forget(runners: dict[str, PlanRunner], keys: list[str]) -> None:
+    for key in keys:
+        del runners[key]
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure_layers(
