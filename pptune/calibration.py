@@ -135,10 +135,13 @@ def run_calibration(
     return [CalibrationRun(plan=plan, steps=tuple(gathered[plan.label])) for plan in plans]
 
 
-def apply_calibration(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
+def apply_calibration(
+    profile: Profile, runs: Sequence[CalibrationRun], *, stages_compute: bool = True
+) -> Profile:
     """The profile with layer times as they are inside the pipeline, overheads and step constants,
     all taken from `runs`."""
-    profile = in_pipeline(profile, runs)
+    if stages_compute:  # a wait takes what it was given, wherever it runs
+        profile = in_pipeline(profile, runs)
     bare = msgspec.structs.replace(profile, overheads={}, step_constants=None)
     model = CostModel(bare, _SETTING)
     by_executor: dict[Executor, list[CalibrationRun]] = {}

@@ -19,7 +19,7 @@ from pptune.calibration import (
 from pptune.cost_model import CostModel, Setting
 from pptune.errors import NoAnswer, RankFailure, UsageError
 from pptune.estimate import Infeasible, PredictedPlan
-from pptune.measured_search import Found, Search, search_by_running
+from pptune.measured_search import Found, search_by_running
 from pptune.measurement import outlier_warning, quantised_warning
 from pptune.model import ModelSpec
 from pptune.plan import Plan
@@ -31,7 +31,7 @@ from pptune.simple_models import simple_models
 from pptune.targets import parse_target
 from pptune.validation_file import Run, ValidationFile
 from pptune.verdict import summarise
-from pptune.visit_study import space_of
+from pptune.visit_study import Search, VisitStudy, open_visit_study
 
 _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
@@ -82,6 +82,11 @@ def validate(
     """
     resumed = resumed_runs(previous, request, digest)
     entries = entries_of(plans, request)
+    study = None
+    if request.search is not None:  # opened first, so that a bad storage costs no time
+        study = open_visit_study(
+            request.search, plans, [entry.plan for entry in entries], request.mode
+        )
     with Ranks(request.device, timeout_s=request.timeout_s) as ranks:
         if request.mode == "replay":
             if profile is None:
@@ -110,7 +115,7 @@ def validate(
             entries,
             run,
             request,
-            space=space_of(plans, request.mode),
+            study=study,
             resumed=resumed,
             watch=watch,
             on_saved=lambda done: watch.on_saved(msgspec.structs.replace(blank, runs=tuple(done))),
@@ -139,15 +144,15 @@ def _run_entries(
     run: RunPlan,
     request: Request,
     *,
-    space: dict[str, object],
+    study: VisitStudy | None,
     resumed: tuple[Run, ...],
     watch: Watch,
     on_saved: Callable[[list[Run]], None],
 ) -> Found:
     """All entries in rounds, or those that a search chooses."""
-    if request.search is not None:
+    if request.search is not None and study is not None:
         return search_by_running(
-            entries, run, search=request.search, rounds=request.rounds, space=space,
+            entries, run, study=study, budget_s=request.search.budget_s, rounds=request.rounds,
             resumed=resumed, on_saved=on_saved, on_failed=watch.on_failed,
             on_visit=lambda spent_s, budget_s, plan: watch.on_visit(
                 round(spent_s), round(budget_s), plan.label
@@ -297,7 +302,7 @@ def calibrate_for(
         budget_s=_CALIBRATION_BUDGET_S,
         on_visit=lambda share, plan: on_visit(round(100 * share), 100, f"calibrating {plan.label}"),
     )
-    return apply_calibration(profile, runs), runs
+    return apply_calibration(profile, runs, stages_compute=False), runs
 
 
 def digest_of(path: Path) -> str:
