@@ -110,7 +110,7 @@ def test_without_a_link_a_pipeline_has_no_estimate_and_one_rank_does() -> None:
 
 
 @given(seed=st.integers(0, 10**6), executor=st.sampled_from(["ideal", "torch"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_doubling_every_time_doubles_the_step(seed: int, executor: str) -> None:
     draw = random.Random(seed)
     target = None if executor == "ideal" else parse_target("torch")
@@ -145,7 +145,7 @@ def test_doubling_every_time_doubles_the_step(seed: int, executor: str) -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_step_beats_its_bound(seed: int) -> None:
     draw = random.Random(seed)
     num_ranks, num_chunks = draw.choice([(1, 1), (2, 1), (3, 2), (4, 3), (2, 4)])

@@ -2,6 +2,8 @@
 
 import random
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from pptune.plans_file import PlansFile, ProfileReference
 from pptune.profiles import AllreducePoint, MemoryModel, Overhead, Profile, StepConstants
 from pptune.search import Request, count_plans, search
 from pptune.targets import illegal, parse_target
+from tests.reference_simulator import simulate as reference_simulate
 from tests.synthetic import synthetic_profile, uniform_link
 
 TORCH = parse_target("torch")
@@ -99,10 +102,16 @@ def every_plan(profile: Profile, global_batch_size: int) -> Iterator[Plan]:
 
 
 def brute_force(profile: Profile, global_batch_size: int) -> list[float]:
-    """Step times of every legal, fitting plan, ascending."""
+    """Step times of every legal, fitting plan, ascending, played by the plain simulator."""
     model = CostModel(profile, Setting(target=TORCH))
-    estimates = [model.estimate(plan) for plan in every_plan(profile, global_batch_size)]
-    return sorted(e.step_time_s for e in estimates if isinstance(e, Estimate) and e.fits != "no")
+    steps = []
+    for plan in every_plan(profile, global_batch_size):
+        if model.fits(model.peak_bytes(plan)) == "no":
+            continue
+        inputs = model.inputs(plan)
+        played = reference_simulate(model.order(plan), inputs.costs, inputs.executor)
+        steps.append(played.step + float(inputs.constant_s.max()))
+    return sorted(steps)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -118,7 +127,7 @@ def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
     answer = found(profile, global_batch_size, top=5)
     assert answer.proven_optimal
     steps = [row.estimate.step_time_s for row in answer.candidates]
-    assert steps == pytest.approx(expected[:5], rel=1e-12)
+    assert steps == pytest.approx(expected[:5], rel=1e-9)
     assert answer.space.num_legal - answer.space.num_infeasible == len(expected)
     assert sum(answer.space.lost_by.values()) == answer.space.num_legal - 1
 
@@ -158,7 +167,7 @@ def test_the_same_seed_samples_the_same_plans() -> None:
 
 
 @given(seed=st.integers(0, 10**6), factor=st.floats(1.0, 20.0))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_slower_link_never_makes_the_best_plan_faster(seed: int, factor: float) -> None:
     profile = replace(random_profile(random.Random(seed), 3), num_ranks=3)
     slower = tuple(
@@ -176,7 +185,7 @@ def test_a_slower_link_never_makes_the_best_plan_faster(seed: int, factor: float
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_larger_memory_limit_never_makes_the_best_plan_slower(seed: int) -> None:
     profile = random_profile(random.Random(seed), 3)
     best = []
@@ -483,6 +492,17 @@ def test_the_leanest_plan_and_the_pareto_front() -> None:
     assert max(leanest.estimate.peak_memory_bytes or ()) == costs[-1][1]
     with pytest.raises(UsageError, match="memory numbers"):
         found(synthetic_profile(), 16, objective="memory")
+
+
+def test_a_small_search_loads_neither_torch_nor_optuna() -> None:
+    program = (
+        "import sys\n"
+        "from tests.test_search import found, synthetic_profile\n"
+        "found(synthetic_profile(num_layers=8, num_ranks=2), 8)\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert not loaded & {'torch', 'optuna', 'sqlalchemy'}, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
 
 
 def storages(folder: Path) -> list[str]:
