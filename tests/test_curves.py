@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pptune.curves import fit_curve, layer_times
@@ -113,6 +113,7 @@ def test_no_usable_point_is_an_error_that_names_the_layer(points: tuple[LayerPoi
     sizes=st.lists(st.integers(1, 64), min_size=2, max_size=6, unique=True),
     wanted=st.integers(1, 200),
 )
+@settings(deadline=None)
 def test_a_line_is_found_again_at_any_size(
     overhead: float, work: float, sizes: list[int], wanted: int
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_line_is_found_again_at_any_size(
     times=st.lists(st.floats(0.01, 10), min_size=1, max_size=6),
     wanted=st.lists(st.integers(1, 100), min_size=2, max_size=2),
 )
+@settings(deadline=None)
 def test_times_are_never_negative_and_grow_with_size_when_the_points_do(
     times: list[float], wanted: list[int]
 ) -> None:
