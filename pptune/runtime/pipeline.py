@@ -120,6 +120,7 @@ class PlanRunner:
                 spec, plan.microbatch_size * plan.num_microbatches, device=context.device,
                 dtype=torch_dtype(dtype),
             )  # fmt: skip
+        self._stages = stages
         self.schedule = self._schedule(stages, loss_fn)
         parameters = [p for stage in stages for p in stage.submod.parameters()]
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -255,8 +256,12 @@ class PlanRunner:
         return measure_peak_bytes(self.step, self.static_tensors(), self.context.device)
 
     def static_tensors(self) -> list[torch.Tensor]:
-        """What lives between steps: parameters and optimizer state."""
+        """What lives between steps: parameters, optimizer state and the receive buffers that torch
+        allocates once, one per micro-batch and boundary."""
         kept: list[torch.Tensor] = list(self.parameters)
+        for stage in self._stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                kept += [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
                 kept += [value for value in state.values() if isinstance(value, torch.Tensor)]
