@@ -92,6 +92,8 @@ def _broken_order_rule(plans: PlansFile) -> str | None:
     places = [row.rank for row in plans.candidates]
     if places != list(range(1, len(places) + 1)):
         return "the candidates' ranks are not 1, 2, 3, ..."
+    if plans.ranks_per_node == 0:
+        return "ranks_per_node must be 1 or more"
     for link in plans.links:
         if link.bytes_per_s <= 0:
             return f"a {link.scope} link has no bandwidth"

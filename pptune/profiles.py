@@ -252,6 +252,8 @@ def _broken_rule(profile: Profile) -> str | None:
         return "num_ranks and seq_len must be 1 or more"
     if profile.seq_len != model.seq_len:
         return f"seq_len is {profile.seq_len}, but the model's is {model.seq_len}"
+    if 0 in (profile.machine.ranks_per_node, profile.machine.num_nodes):
+        return "machine.ranks_per_node and num_nodes must be 1 or more"
     broken = broken_model_rule(model)
     if broken is not None:
         return broken
