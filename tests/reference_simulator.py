@@ -52,6 +52,8 @@ class Result:
     ranks: list[RankResult]
     start: dict[tuple[int, Action], float]
     end: dict[tuple[int, Action], float]
+    arrived: dict[tuple[int, int, Work, int], float]
+    """By the rank and action that used the message."""
 
     @property
     def longest_span(self) -> float:
@@ -63,14 +65,14 @@ class Result:
 
 def simulate(order: Order, costs: Costs, executor: Executor) -> Result:
     """Play `order`; raises Deadlock."""
-    return _Step(order, costs, executor).run()
+    return Step(order, costs, executor).run()
 
 
 def direction(action: Action) -> str:
     return "F" if action.work == Work.FORWARD else "B"
 
 
-class _Step:
+class Step:
     def __init__(self, order: Order, costs: Costs, executor: Executor) -> None:
         self.lists = [order.actions(rank) for rank in range(order.num_ranks)]
         pairs = order.pairs.tolist()
@@ -195,7 +197,7 @@ class _Step:
         """Receives where torch's lowering puts them; sends after their producer, for a pair after
         both; the step's end waits for no send."""
         programs = []
-        for rank, entries in enumerate(self._lowered()):
+        for rank, entries in enumerate(self.lowered()):
             program = []
             for kind, value in entries:
                 if kind != "work":
@@ -207,7 +209,7 @@ class _Step:
             programs.append(program)
         return programs
 
-    def _lowered(self) -> list[list[tuple]]:
+    def lowered(self) -> list[list[tuple]]:
         """What torch's lowering makes of the order, walked tick by tick as torch does."""
         entries = [self._with_extras(rank) for rank in range(len(self.lists))]
         lowered: list[list[tuple]] = [[] for _ in self.lists]
@@ -243,6 +245,13 @@ class _Step:
             size = 2 if self.pairs[rank][at] else 1
             groups.append(list(range(at, at + size)))
             at += size
+        # How many stages a list still has from each group on, so as not to look for more.
+        num_left: list[int] = []
+        seen: set[int] = set()
+        for group in reversed(groups):
+            seen |= {actions[at].stage for at in group}
+            num_left.append(len(seen))
+        num_left.reverse()
         with_shards: list[list[int]] = []
         active: set[int] = set()
         for index, group in enumerate(groups):
@@ -251,7 +260,7 @@ class _Step:
                 for stage in (actions[at].stage for at in later):
                     if stage not in upcoming:
                         upcoming.append(stage)
-                if len(upcoming) >= 3:
+                if len(upcoming) >= min(3, num_left[index]):
                     break
             with_shards += [[]] * (len(active - set(upcoming)) + len(set(upcoming) - active))
             active = set(upcoming)
@@ -373,7 +382,13 @@ class _Step:
         step = max(result.finish for result in self.results)
         for result in self.results:
             result.bubble += step - result.finish
-        return Result(step, self.results, self.start, self.end)
+        arrived = {
+            (rank, *action): self.messages[needed].arrived
+            for rank, actions in enumerate(self.lists)
+            for action in actions
+            if (needed := self.needed(action))
+        }
+        return Result(step, self.results, self.start, self.end, arrived)
 
     def _go_on(self, rank: int) -> None:
         """Run a rank's program until it needs time to pass or a message to arrive."""
