@@ -6,6 +6,7 @@ GPUs = T * C * P * D and M = global batch / (b * D), so that b and D leave no ch
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
 from pptune.cost_model import CostModel
@@ -22,7 +23,7 @@ from pptune.plan import (
 )
 from pptune.targets import Target, Violation, batch_violation, illegal, uneven_violation
 
-MAX_PLANS = 2_000_000
+MAX_PLANS = 1_000_000
 """Legal plans that are listed at most; a larger space is refused."""
 
 Layout = Literal["even", "balanced"]
@@ -90,9 +91,9 @@ def list_plans(
     Raises UsageError where there are more than `MAX_PLANS`, MissingNumber where no layer time is
     known.
     """
-    listing = Listing(plans=[])
-    layouts = _Layouts(model, axes.layouts, allow_empty=allow_empty_stages)
-    for plan in _candidates(model, axes, layouts, listing, target, global_batch_size):
+    walk = _Walk(model, axes, target, global_batch_size, allow_empty_stages)
+    plans = walk.listing.plans
+    for plan in walk.plans():
         violation = illegal(
             plan,
             target,
@@ -103,137 +104,20 @@ def list_plans(
             allow_empty_stages=allow_empty_stages,
         )
         if violation is not None:
-            _count(listing, violation)
+            walk.refuse(violation)
             continue
-        listing.plans.append(plan)
-        if len(listing.plans) > MAX_PLANS:
+        plans.append(plan)
+        if len(plans) > MAX_PLANS:
             raise UsageError(
                 f"the space holds more than {MAX_PLANS} legal plans; give fewer values of "
                 "--microbatch-group-sizes, --chunks, --micro-batch-sizes or --schedules"
             )
-    return listing
+    return walk.listing
 
 
-def _candidates(
-    model: CostModel,
-    axes: Axes,
-    layouts: "_Layouts",
-    listing: Listing,
-    target: Target,
-    global_batch_size: int,
-) -> Iterator[Plan]:
-    """Plans on the axes; combinations that make no plan are counted in `listing`."""
-    for num_ranks, data_parallel in axes.grids:
-        sizes = _sizes(model, axes, listing, target, global_batch_size, data_parallel)
-        for schedule in _schedules(axes, listing, num_ranks):
-            for num_chunks in _chunks(axes, listing, layouts, schedule, num_ranks):
-                for b, num_microbatches in sizes:
-                    groups, too_large = _groups(axes, schedule, num_ranks, num_microbatches)
-                    for recompute in axes.recompute:
-                        for layers in layouts.of(schedule, num_ranks, num_chunks, b, recompute):
-                            if not layers:
-                                _count(listing, layouts.uneven(target, num_ranks, num_chunks))
-                                continue
-                            if too_large:
-                                violation = _oversized(too_large, num_microbatches)
-                                _count(listing, violation, len(too_large))
-                            for group in groups:
-                                yield Plan(
-                                    schedule=schedule,
-                                    num_ranks=num_ranks,
-                                    num_chunks=num_chunks,
-                                    microbatch_size=b,
-                                    num_microbatches=num_microbatches,
-                                    layers_per_stage=layers,
-                                    placement=placement_of(schedule),
-                                    microbatch_group_size=group,
-                                    data_parallel=data_parallel,
-                                    recompute=recompute,
-                                )
-
-
-class _Layouts:
-    """Layers per stage, by layout; what several plans share is made once."""
-
-    def __init__(self, model: CostModel, layouts: tuple[Layout, ...], *, allow_empty: bool) -> None:
-        self.model = model
-        self.num_layers = model.profile.model.num_layers
-        self.layouts = layouts
-        self.allow_empty = allow_empty
-        self._found: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
-
-    def of(
-        self, schedule: str, num_ranks: int, num_chunks: int, microbatch_size: int, recompute: str
-    ) -> tuple[tuple[int, ...], ...]:
-        """The distinct layouts; an empty tuple stands for an even split that does not exist."""
-        placement = placement_of(schedule)
-        key = (placement, num_ranks, num_chunks, microbatch_size, recompute)
-        if key not in self._found:
-            even = even_layers(self.num_layers, num_ranks * num_chunks) or ()
-            found = [even] if "even" in self.layouts else []
-            if "balanced" in self.layouts:
-                balanced = self.model.balanced_layers(
-                    num_ranks,
-                    num_chunks,
-                    placement=placement,
-                    microbatch_size=microbatch_size,
-                    recompute=recompute,
-                    allow_empty_stages=self.allow_empty,
-                )
-                # Where nothing splits evenly, the balanced split stands for both.
-                found = [layers for layers in found if layers and layers != balanced]
-                found.append(balanced)
-            self._found[key] = tuple(found)
-        return self._found[key]
-
-    def uneven(self, target: Target, num_ranks: int, num_chunks: int) -> Violation:
-        """Why there is no even split."""
-        violation = uneven_violation(
-            target, num_layers=self.num_layers, num_ranks=num_ranks, num_chunks=num_chunks
-        )
-        assert violation is not None
-        return violation
-
-
-def _sizes(
-    model: CostModel,
-    axes: Axes,
-    listing: Listing,
-    target: Target,
-    global_batch_size: int,
-    data_parallel: int,
-) -> list[tuple[int, int]]:
-    """(b, M) pairs of one replica."""
-
-    def refuse(microbatch_size: int | None) -> None:
-        violation = batch_violation(
-            target,
-            global_batch_size=global_batch_size,
-            data_parallel=data_parallel,
-            microbatch_size=microbatch_size,
-        )
-        assert violation is not None
-        _count(listing, violation)
-
-    if global_batch_size % data_parallel:
-        refuse(None)
-        return []
-    replica = global_batch_size // data_parallel
-    if axes.microbatch_sizes is None:
-        least, most = measured_sizes(model)
-        return [(b, replica // b) for b in range(least, min(most, replica) + 1) if replica % b == 0]
-    pairs = []
-    for b in axes.microbatch_sizes:
-        if replica % b:
-            refuse(b)
-        else:
-            pairs.append((b, replica // b))
-    return pairs
-
-
-def measured_sizes(model: CostModel) -> tuple[int, int]:
+def measured_sizes(model: CostModel, recompute: str = "none") -> tuple[int, int]:
     """The smallest and the largest micro-batch size with block times. Raises MissingNumber."""
-    layer = model.profile.layer("block") or model.profile.layer("block", "full")
+    layer = model.profile.layer("block", recompute) or model.profile.layer("block")
     sizes = [point.microbatch_size for point in usable_points(layer)] if layer else []
     if not sizes:
         raise MissingNumber(
@@ -243,77 +127,175 @@ def measured_sizes(model: CostModel) -> tuple[int, int]:
     return min(sizes), max(sizes)
 
 
-def _schedules(axes: Axes, listing: Listing, num_ranks: int) -> list[Schedule]:
-    """The schedules that differ on so many ranks: on a single one there is no pipeline."""
-    if num_ranks > 1:
-        return list(axes.schedules)
-    plain: list[Schedule] = [s for s in axes.schedules if s in ("1f1b", "gpipe")]
-    if not plain:
-        _count(listing, Violation(
-            "one-rank-has-no-pipeline",
-            f"{', '.join(axes.schedules)} on 1 rank has nothing to overlap",
-            "use --schedules 1f1b, or 2 or more ranks",
-        ))  # fmt: skip
-    return plain[:1]
+class _Walk:
+    """Goes through the axes, outermost first; N is innermost, so that plans which differ in nothing
+    else follow each other. What makes no plan at all is counted on the way."""
 
+    def __init__(
+        self,
+        model: CostModel,
+        axes: Axes,
+        target: Target,
+        global_batch_size: int,
+        allow_empty_stages: bool,
+    ) -> None:
+        self.model = model
+        self.axes = axes
+        self.target = target
+        self.global_batch_size = global_batch_size
+        self.allow_empty_stages = allow_empty_stages
+        self.num_layers = model.profile.model.num_layers
+        self.listing = Listing(plans=[])
+        self._layouts: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
 
-def _chunks(
-    axes: Axes, listing: Listing, layouts: _Layouts, schedule: Schedule, num_ranks: int
-) -> list[int]:
-    """The values of V that the schedule can have without an empty stage."""
-    most = max(layouts.num_layers // num_ranks, 1)
-    if schedule in SINGLE_STAGE:
-        wanted, needs = [1], "1"
-    elif schedule in V_SHAPED:
-        wanted, needs = [2], "2"
-    else:
-        wanted, needs = list(range(2, most + 1)), "2 or more"
-        if axes.num_chunks is not None:
-            wanted = [v for v in axes.num_chunks if v > 1]
-    if axes.num_chunks is not None:
-        wanted = [v for v in wanted if v in axes.num_chunks]
-        if not wanted:
-            _count(listing, Violation(
+    def plans(self) -> Iterator[Plan]:
+        """Plans on the axes, not all of them legal."""
+        for (num_ranks, data_parallel), recompute in product(self.axes.grids, self.axes.recompute):
+            sizes = self._sizes(data_parallel, recompute)
+            for schedule in self._schedules(num_ranks):
+                shapes = product(self._chunks(schedule, num_ranks), sizes)
+                for num_chunks, (b, num_microbatches) in shapes:
+                    layouts = self._layouts_of(schedule, num_ranks, num_chunks, b, recompute)
+                    groups = self._groups(schedule, num_ranks, num_microbatches, len(layouts))
+                    for layers, group in product(layouts, groups):
+                        yield Plan(
+                            schedule=schedule,
+                            num_ranks=num_ranks,
+                            num_chunks=num_chunks,
+                            microbatch_size=b,
+                            num_microbatches=num_microbatches,
+                            layers_per_stage=layers,
+                            placement=placement_of(schedule),
+                            microbatch_group_size=group,
+                            data_parallel=data_parallel,
+                            recompute=recompute,
+                        )
+
+    def refuse(self, violation: Violation | None, times: int = 1) -> None:
+        """Count what is illegal, and keep the first example of its rule."""
+        assert violation is not None
+        self.listing.num_illegal[violation.rule] += times
+        self.listing.examples.setdefault(violation.rule, violation)
+
+    def _sizes(self, data_parallel: int, recompute: str) -> list[tuple[int, int]]:
+        """(b, M) pairs of one replica."""
+
+        def broken(microbatch_size: int | None) -> Violation | None:
+            return batch_violation(
+                self.target,
+                global_batch_size=self.global_batch_size,
+                data_parallel=data_parallel,
+                microbatch_size=microbatch_size,
+            )
+
+        replica, rest = divmod(self.global_batch_size, data_parallel)
+        if rest:
+            self.refuse(broken(None))
+            return []
+        if self.axes.microbatch_sizes is not None:
+            for b in self.axes.microbatch_sizes:
+                if replica % b:
+                    self.refuse(broken(b))
+            return [(b, replica // b) for b in self.axes.microbatch_sizes if replica % b == 0]
+        least, most = measured_sizes(self.model, recompute)
+        return [(b, replica // b) for b in range(least, min(most, replica) + 1) if replica % b == 0]
+
+    def _schedules(self, num_ranks: int) -> list[Schedule]:
+        """The schedules that differ on so many ranks: on a single one there is no pipeline."""
+        if num_ranks > 1:
+            return list(self.axes.schedules)
+        plain: list[Schedule] = [s for s in self.axes.schedules if s in ("1f1b", "gpipe")]
+        if not plain:
+            violation = Violation(
+                "one-rank-has-no-pipeline",
+                f"{', '.join(self.axes.schedules)} on 1 rank has nothing to overlap",
+                "use --schedules 1f1b, or 2 or more ranks",
+            )
+            self.refuse(violation)
+        return plain[:1]
+
+    def _chunks(self, schedule: Schedule, num_ranks: int) -> list[int]:
+        """The values of V that the schedule can have without an empty stage."""
+        given = self.axes.num_chunks
+        if schedule in SINGLE_STAGE:
+            needs, possible = "1", [1]
+        elif schedule in V_SHAPED:
+            needs, possible = "2", [2]
+        else:
+            most = max(given or (self.num_layers // num_ranks,))
+            needs, possible = "2 or more", list(range(2, most + 1))
+        wanted = [v for v in possible if given is None or v in given]
+        if not wanted and given is not None:
+            violation = Violation(
                 "chunks-of-schedule",
                 f"{schedule} needs {needs} chunks per rank, but --chunks is "
-                f"{','.join(map(str, axes.num_chunks))}",
+                f"{','.join(map(str, given))}",
                 f"use --chunks {needs.split()[0]}, or other --schedules",
-            ))  # fmt: skip
-    fitting = []
-    for num_chunks in wanted:
-        if num_ranks * num_chunks <= layouts.num_layers or layouts.allow_empty:
-            fitting.append(num_chunks)
-        else:
-            _count(listing, Violation(
+            )
+            self.refuse(violation)
+        fitting = []
+        for num_chunks in wanted:
+            num_stages = num_ranks * num_chunks
+            if num_stages <= self.num_layers or self.allow_empty_stages:
+                fitting.append(num_chunks)
+                continue
+            violation = Violation(
                 "more-stages-than-layers",
-                f"{layouts.num_layers} layers cannot fill {num_ranks * num_chunks} stages "
-                f"({num_ranks} ranks x {num_chunks} chunks)",
-                f"use at most {layouts.num_layers} stages, or --allow-empty-stages",
-            ))  # fmt: skip
-    return fitting
+                f"{self.num_layers} layers cannot fill {num_stages} stages ({num_ranks} ranks x "
+                f"{num_chunks} chunks)",
+                f"use at most {self.num_layers} stages, or --allow-empty-stages",
+            )
+            self.refuse(violation)
+        return fitting
 
+    def _layouts_of(
+        self, schedule: str, num_ranks: int, num_chunks: int, microbatch_size: int, recompute: str
+    ) -> tuple[tuple[int, ...], ...]:
+        """The distinct layouts, made once for all schedules that share them."""
+        placement = placement_of(schedule)
+        key = (placement, num_ranks, num_chunks, microbatch_size, recompute)
+        if key not in self._layouts:
+            found = []
+            even = even_layers(self.num_layers, num_ranks * num_chunks)
+            if "even" in self.axes.layouts and even is not None:
+                found.append(even)
+            if "balanced" in self.axes.layouts:
+                balanced = self.model.balanced_layers(
+                    num_ranks,
+                    num_chunks,
+                    placement=placement,
+                    microbatch_size=microbatch_size,
+                    recompute=recompute,
+                    allow_empty_stages=self.allow_empty_stages,
+                )
+                found += [balanced] if balanced not in found else []
+            self._layouts[key] = tuple(found)
+        if not self._layouts[key]:
+            violation = uneven_violation(
+                self.target,
+                num_layers=self.num_layers,
+                num_ranks=num_ranks,
+                num_chunks=num_chunks,
+            )
+            self.refuse(violation)
+        return self._layouts[key]
 
-def _groups(
-    axes: Axes, schedule: Schedule, num_ranks: int, num_microbatches: int
-) -> tuple[Sequence[int | None], Sequence[int]]:
-    """The micro-batch group sizes to try, (None,) for schedules without, and those above M."""
-    if schedule not in ("interleaved", "interleaved-zb"):
-        return (None,), ()
-    sizes = axes.microbatch_group_sizes
-    if sizes is None:
-        return (default_group_size(schedule, num_ranks, num_microbatches),), ()
-    return [n for n in sizes if n <= num_microbatches], [n for n in sizes if n > num_microbatches]
-
-
-def _oversized(sizes: Sequence[int], num_microbatches: int) -> Violation:
-    return Violation(
-        "group-size-out-of-range",
-        f"the micro-batch group size ({sizes[0]}) must be at most the micro-batches "
-        f"({num_microbatches})",
-        "use smaller --microbatch-group-sizes",
-    )
-
-
-def _count(listing: Listing, violation: Violation, times: int = 1) -> None:
-    listing.num_illegal[violation.rule] += times
-    listing.examples.setdefault(violation.rule, violation)
+    def _groups(
+        self, schedule: Schedule, num_ranks: int, num_microbatches: int, num_layouts: int
+    ) -> Sequence[int | None]:
+        """The micro-batch group sizes to try; (None,) for schedules without groups."""
+        if schedule not in ("interleaved", "interleaved-zb"):
+            return (None,)
+        sizes = self.axes.microbatch_group_sizes
+        if sizes is None:
+            return (default_group_size(schedule, num_ranks, num_microbatches),)
+        too_large = [size for size in sizes if size > num_microbatches]
+        if too_large and num_layouts:
+            violation = Violation(
+                "group-size-out-of-range",
+                f"the micro-batch group size ({too_large[0]}) must be at most the micro-batches "
+                f"({num_microbatches})",
+                "use smaller --microbatch-group-sizes",
+            )
+            self.refuse(violation, num_layouts * len(too_large))
+        return [size for size in sizes if size <= num_microbatches]

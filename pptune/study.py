@@ -43,7 +43,8 @@ def open_study(
         sampler = optuna.samplers.TPESampler(seed=seed)
     else:
         sampler = optuna.samplers.NSGAIISampler(seed=seed)
-    with storage_errors(storage):
+    # An outdated schema is a RuntimeError, a missing driver an ImportError.
+    with storage_errors(storage, RuntimeError, ImportError):
         study = optuna.create_study(
             storage=_storage(storage),
             study_name=name,
@@ -134,16 +135,21 @@ def sample(
 
 
 @contextlib.contextmanager
-def storage_errors(url: str | None) -> Iterator[None]:
-    """What a storage can raise, as one FileError that names it."""
+def storage_errors(url: str | None, *others: type[Exception]) -> Iterator[None]:
+    """What a storage can raise, and `others`, as one FileError that names it."""
     import optuna
     import sqlalchemy
 
     where = "the study in memory" if url is None else f"storage {url}"
+    caught: tuple[type[Exception], ...] = (
+        OSError,
+        json.JSONDecodeError,
+        sqlalchemy.exc.SQLAlchemyError,
+        optuna.exceptions.OptunaError,
+    )
     try:
         yield
-    except (OSError, json.JSONDecodeError, sqlalchemy.exc.SQLAlchemyError,
-            optuna.exceptions.OptunaError, ImportError, RuntimeError) as error:  # fmt: skip
+    except (*caught, *others) as error:
         cause = error.__cause__ or error
         text = str(getattr(cause, "orig", None) or cause).splitlines()
         raise FileError(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pptune.cost_model import CostModel
 from pptune.errors import NoAnswer
 from pptune.plan import Plan
-from pptune.scores import Scores
+from pptune.scores import Scores, families
 from pptune.space import Axes, Listing, measured_sizes
 from pptune.units import format_bytes, format_seconds
 
@@ -31,10 +31,12 @@ def nothing_fits(
     """
     limit = model.memory_limit_bytes
     assert limit is not None
-    known = list(map(int, scores.known))
-    for index in known:
+    known = set(map(int, scores.known))
+    # Within a family the smallest group size, which comes first, holds least.
+    firsts = [start for start, _ in families(scores.plans) if start in known]
+    for index in firsts:
         scores.size(index)
-    leanest = min(known, key=lambda index: float(scores.peak_bytes[index]))
+    leanest = min(firsts, key=lambda index: float(scores.peak_bytes[index]))
     plan = scores.plans[leanest]
     peaks = model.peak_bytes(plan)
     assert peaks is not None
