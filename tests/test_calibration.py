@@ -1,0 +1,164 @@
+"""Calibration gives back the overheads of a machine that was made up, from steps it plays."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from pptune.calibration import (
+    CalibrationRun,
+    apply_calibration,
+    calibration_plans,
+    in_pipeline,
+    recalibrate,
+    run_calibration,
+)
+from pptune.cost_model import CostModel, Setting
+from pptune.executors import Executor
+from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
+from pptune.plan import Plan, make_plan
+from pptune.profiles import Overhead, Profile, StepConstants
+from pptune.schedules.action import Work
+from pptune.targets import illegal, parse_target
+from tests.synthetic import synthetic_profile, uniform_link
+
+TORCH = parse_target("torch")
+SETTING = Setting(target=TORCH)
+PER_ACTION = Overhead(forward_s=0.3e-3, backward_s=0.5e-3)
+TRUTH = {Executor.TORCH_1F1B: PER_ACTION, Executor.TORCH_RUNTIME: PER_ACTION}
+CONSTANTS = StepConstants(fixed_s=2e-3, per_parameter_byte_s=1e-9)
+
+
+def machine(slower: float = 1.0) -> Profile:
+    """What the made-up machine really takes; `slower` than its bare layers."""
+    return synthetic_profile(
+        num_layers=8, block=5e-3 * slower, head=6e-3 * slower, links=(uniform_link(0.1e-3, 4e9),),
+        overheads=dict(TRUTH), step_constants=CONSTANTS, parameter_bytes=1 << 20,
+        end_parameter_bytes=1 << 21, boundary_bytes=1 << 16, interference_ratio=0.0,
+    )  # fmt: skip
+
+
+def bare(profile: Profile) -> Profile:
+    """What a profiler knows before it has calibrated."""
+    return msgspec.structs.replace(
+        profile, overheads={}, step_constants=None, interference_ratio=None
+    )
+
+
+def played(plan: Plan, truth: CostModel) -> MeasuredStep:
+    """A step of the machine as ranks would record it: the overhead lies before each action."""
+    spans = truth.simulation(plan, spans=True).spans
+    assert spans is not None
+    rows: list[tuple[MeasuredAction, ...]] = []
+    waits: list[tuple[tuple[float, float], ...]] = []
+    for rank in range(plan.num_ranks):
+        own = [index for index in range(len(spans.rank)) if spans.rank[index] == rank]
+        actions = []
+        for index in own:
+            work = Work(int(spans.work[index]))
+            extra = PER_ACTION.forward_s if work is Work.FORWARD else PER_ACTION.backward_s
+            actions.append(
+                MeasuredAction(
+                    rank=rank, stage=int(spans.stage[index]), work=work.letter,
+                    microbatch=int(spans.microbatch[index]),
+                    start_s=float(spans.start_s[index]) + extra, end_s=float(spans.end_s[index]),
+                )
+            )  # fmt: skip
+        begins = [float(spans.start_s[index]) for index in own]
+        ends = [0.0, *(action.end_s for action in actions)]
+        waits.append(
+            tuple((end, begin) for end, begin in zip(ends, begins, strict=False) if begin > end)
+        )
+        rows.append(tuple(actions))
+    estimate = truth.evaluate(plan)
+    update = [float(value) for value in estimate.inputs.constant_s]
+    own_s = [row[-1].end_s + seconds for row, seconds in zip(rows, update, strict=True)]
+    return MeasuredStep(
+        step_s=estimate.step_time_s, slowest_rank=own_s.index(max(own_s)),
+        update_s=tuple(update), rank_s=tuple(own_s),
+        actions=tuple(rows), waits=tuple(waits),
+    )  # fmt: skip
+
+
+def calibrated(truth: Profile, known: Profile) -> Profile:
+    model = CostModel(truth, SETTING)
+    runs = run_calibration(
+        calibration_plans(known, 2),
+        lambda plan, steps, memory: Visit(samples_s=(), steps=(played(plan, model),) * steps),
+        budget_s=1e-9,
+        on_visit=lambda share, plan: None,
+    )
+    return apply_calibration(known, runs)
+
+
+def other_plans() -> list[Plan]:
+    return [
+        make_plan(
+            schedule="1f1b" if chunks == 1 else "interleaved", num_ranks=2, num_chunks=chunks,
+            microbatch_size=size, num_microbatches=8,
+            layers_per_stage=(4 // chunks,) * 2 * chunks,
+        )
+        for chunks, size in itertools.product((1, 2, 4), (1, 2, 4))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.2])
+def test_other_plans_are_predicted_once_calibrated(slower: float) -> None:
+    truth = CostModel(machine(slower), SETTING)
+    model = CostModel(calibrated(machine(slower), bare(machine())), SETTING)
+    for plan in other_plans():
+        expected = truth.evaluate(plan).step_time_s
+        assert model.evaluate(plan).step_time_s == pytest.approx(expected, rel=0.02), plan.label
+
+
+def test_without_calibration_they_are_not() -> None:
+    truth, known = CostModel(machine(1.2), SETTING), CostModel(bare(machine()), SETTING)
+    for plan in other_plans():
+        assert known.evaluate(plan).step_time_s < 0.9 * truth.evaluate(plan).step_time_s
+
+
+def test_step_constants_come_out_as_a_line_over_parameters() -> None:
+    constants = calibrated(machine(), bare(machine())).step_constants
+    assert constants is not None
+    assert constants.fixed_s == pytest.approx(CONSTANTS.fixed_s, rel=0.05)
+    assert constants.per_parameter_byte_s == pytest.approx(CONSTANTS.per_parameter_byte_s, rel=0.05)
+
+
+def test_layers_are_scaled_to_what_they_take_in_the_pipeline() -> None:
+    truth = CostModel(machine(1.2), SETTING)
+    runs = [
+        CalibrationRun(plan=plan, steps=(played(plan, truth),))
+        for plan in calibration_plans(bare(machine()), 2)
+    ]
+    scaled = in_pipeline(bare(machine()), runs).layer("block")
+    wanted = machine(1.2).layer("block")
+    assert scaled is not None
+    assert wanted is not None
+    for got, expected in zip(scaled.points, wanted.points, strict=True):
+        assert got.forward_s == pytest.approx(expected.forward_s, rel=1e-6)
+        assert got.backward_s == pytest.approx(expected.backward_s, rel=1e-6)
+
+
+def test_plans_that_calibrated_are_named_legal_and_avoid_those_to_be_judged() -> None:
+    first = calibration_plans(machine(), 2)
+    again = calibration_plans(machine(), 2, avoid=first)
+    assert not {plan.label for plan in first} & {plan.label for plan in again}
+    assert all(illegal(plan, TORCH) is None for plan in first + again)
+    labels = {plan.label for plan in calibration_plans(bare(machine()), 2)}
+    assert set(calibrated(machine(), bare(machine())).calibration_plans) == labels
+
+
+def test_recalibration_moves_overheads_towards_validated_steps() -> None:
+    truth = CostModel(machine(), SETTING)
+    wrong = msgspec.structs.replace(
+        machine(),
+        overheads={name: Overhead(forward_s=0.0, backward_s=0.0) for name in TRUTH},
+    )
+    plans = other_plans()
+    better = recalibrate(wrong, {plan: truth.evaluate(plan).step_time_s for plan in plans[::2]})
+    model = CostModel(better, SETTING)
+    for plan in plans[1::2]:
+        expected = truth.evaluate(plan).step_time_s
+        assert model.evaluate(plan).step_time_s == pytest.approx(expected, rel=0.02), plan.label
+    assert any("corrected by" in text for text in better.warnings)
+    assert {plan.label for plan in plans[::2]} <= set(better.calibration_plans)
