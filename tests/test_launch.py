@@ -23,7 +23,9 @@ from pptune.runtime.world import World, detect_world, interface_towards
 
 ROOT = Path(__file__).parent.parent
 WORLD = World(num_ranks=2, local_ranks=(0, 1), device="cpu", launcher="alone")
-PATIENT_S = 120.0
+pytestmark = pytest.mark.timeout(900)
+
+PATIENT_S = 200.0
 """A time-out that only a hang reaches, on however busy a machine."""
 
 LAUNCHER_VARIABLES = (
@@ -193,11 +195,16 @@ BUILDING = "building tests.faulty:model"
     [
         ("raise:1:build", 1, "crash",
          f"rank 1 failed while {BUILDING}: ValueError: planted by the test"),
-        ("oserror:0:build", 0, "crash",
-         f"rank 0 failed while {BUILDING}: FileNotFoundError: weights.bin is not there"),
-        ("kill:0:build", 0, "crash", f"rank 0 was killed by SIGKILL while {BUILDING}"),
-        ("exit:1:build", 1, "crash", f"rank 1 exited 7 while {BUILDING}"),
-        ("oom:1:build", 1, "oom", f"rank 1 ran out of memory while {BUILDING}"),
+        pytest.param(
+            "oserror:0:build", 0, "crash",
+            f"rank 0 failed while {BUILDING}: FileNotFoundError: weights.bin is not there",
+            marks=pytest.mark.slow),
+        pytest.param("kill:0:build", 0, "crash",
+                     f"rank 0 was killed by SIGKILL while {BUILDING}", marks=pytest.mark.slow),
+        pytest.param("exit:1:build", 1, "crash", f"rank 1 exited 7 while {BUILDING}",
+                     marks=pytest.mark.slow),
+        pytest.param("oom:1:build", 1, "oom", f"rank 1 ran out of memory while {BUILDING}",
+                     marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_failing_rank_is_named_with_what_it_did(
@@ -226,6 +233,7 @@ def test_a_hanging_rank_is_named_at_the_time_out(
     assert ranks_alive() == []
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_what_a_user_asked_wrongly_is_a_usage_error_without_traceback(group: RankGroup) -> None:
     with pytest.raises(UsageError, match=r"there is no module tests\.nothing") as caught:
@@ -233,6 +241,7 @@ def test_what_a_user_asked_wrongly_is_a_usage_error_without_traceback(group: Ran
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_processes_that_the_model_starts_end_with_the_ranks() -> None:
     known = set(psutil.pids())

@@ -23,10 +23,10 @@ from pptune.measured_step import (
 from pptune.model import ModelSpec
 from pptune.plan import V_SHAPED, Plan, Schedule, make_plan
 from pptune.runtime import models
+from pptune.runtime.context import RankContext
 from pptune.runtime.launch import RankGroup
 from pptune.runtime.memory_meter import measure_peak_bytes, storage_bytes
 from pptune.runtime.pipeline import PlanRunner, replica_groups
-from pptune.runtime.rank import RankContext
 from pptune.runtime.stages import WaitTimes, wait
 from pptune.runtime.visits import PlanVisitor
 from pptune.runtime.world import World
@@ -38,6 +38,8 @@ GPT = ModelSpec(
     num_kv_heads=4, ffn_size=128, vocab_size=61,
 )  # fmt: skip
 PATIENT_S = 200.0
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def plan_of(schedule: Schedule, *, ranks: int, chunks: int, microbatches: int, **more: Any) -> Plan:
