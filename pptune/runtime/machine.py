@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from pptune import hardware
+from pptune.runtime.context import RankContext
 from pptune.runtime.exchange import gather_objects
-from pptune.runtime.rank import RankContext
 
 
 def describe_machine(context: RankContext, dtype: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pptune.errors import UsageError
 from pptune.model import ModelSpec
 from pptune.plan import Plan, default_group_size
 from pptune.runtime import models
+from pptune.runtime.context import RankContext
 from pptune.runtime.memory_meter import measure_peak_bytes
-from pptune.runtime.rank import RankContext
 from pptune.runtime.stages import (
     ComputingStage,
     Placeholder,

@@ -14,33 +14,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from pptune.errors import PptuneError, UsageError
 from pptune.runtime.channel import Channel, Notice
+from pptune.runtime.context import RankContext
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
-
-
-@dataclass(slots=True, kw_only=True)
-class RankContext:
-    """What a task knows about the rank it runs in."""
-
-    rank: int
-    num_ranks: int
-    device: Any
-    """A torch.device."""
-    emit: Callable[[dict[str, Any]], None]
-    """Send an event (progress, a finished point) to the agent."""
-    status: Callable[[str], None]
-    """Say what the rank is doing: named when it hangs or dies. Cheap enough for every action."""
-    node: str
-    """Where the rank runs; ranks of one node share it."""
-    keep: dict[str, Any] = field(default_factory=dict)
-    """What a task leaves for the next one: built models, opened links."""
 
 
 def main() -> None:

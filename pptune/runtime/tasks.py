@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.runtime import entry, layers, links
+from pptune.runtime.context import RankContext
 from pptune.runtime.machine import describe_machine
 from pptune.runtime.pipeline import PlanRunner, recording_cost_s, torch_dtype
-from pptune.runtime.rank import RankContext
 from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.stages import WaitTimes
 
