@@ -8,7 +8,7 @@ they can be told apart. A study is used by one process at a time.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -26,7 +26,8 @@ _ENOUGH_DOUBT = 0.1
 """Exploring ends when the chance that any other plan is worthwhile falls below this."""
 
 _CLEARLY_SLOWER = 0.02
-"""A plan whose chance to be the best is below this is not visited again."""
+"""A plan whose chance to be faster than the best is below this is out of the race, unless later
+visits change that."""
 
 _EXPLORING_SHARE = 0.6
 """Share of the budget after which the best plans are confirmed before others are tried."""
@@ -45,17 +46,6 @@ _LOST_TOO_OFTEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """How long to search, and where to remember it."""
-
-    budget_s: float
-    """Time that all visits of the study may take together; none starts after it."""
-    study_name: str
-    storage: str | None = None
-    """An optuna storage's URL, or `journal://` and a file; null keeps the study in memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What the visits gave."""
 
@@ -69,9 +59,9 @@ def search_by_running(
     entries: Sequence[Entry],
     run: RunPlan,
     *,
-    search: Search,
+    study: VisitStudy,
+    budget_s: float,
     rounds: Rounds,
-    space: Mapping[str, object],
     resumed: Sequence[Run] = (),
     on_visit: Callable[[float, float, Plan], None] = lambda spent_s, budget_s, plan: None,
     on_saved: Callable[[list[Run]], None] = lambda runs: None,
@@ -80,21 +70,19 @@ def search_by_running(
 ) -> Found:
     """Visit the plans that matter within the budget, and the best `rounds.repeats` times.
 
-    `space` is what makes a stored study comparable. Visits of earlier processes count, in results
-    and in budget, and are not repeated; so do `resumed` runs, but their time is not known. A plan
-    that fails is marked as infeasible and not visited again. Raises NoAnswer where nothing was
-    visited, UsageError for a study of another space, FileError where the storage fails.
+    `study` is one of the entries' plans. Its earlier visits count, in results and in budget, and
+    are not repeated; so do `resumed` runs, but their time is not known. A plan that fails is marked
+    as infeasible and not visited again. Raises NoAnswer where nothing was visited, FileError where
+    the study's storage fails.
     """
-    plans = [entry.plan for entry in entries]
-    study = VisitStudy(search.storage, search.study_name, plans, space)
     barred = [index for index, times in study.num_lost().items() if times >= _LOST_TOO_OFTEN]
     board = _Board(entries, rounds, barred)
     board.runs.update(_known_runs(entries, [*resumed, *study.runs()], run, rounds))
-    while study.spent_s < search.budget_s:
-        index = board.next_index(exploring=study.spent_s < _EXPLORING_SHARE * search.budget_s)
+    while study.spent_s < budget_s:
+        index = board.next_index(exploring=study.spent_s < _EXPLORING_SHARE * budget_s)
         if index is None:
             break
-        on_visit(study.spent_s, search.budget_s, plans[index])
+        on_visit(study.spent_s, budget_s, entries[index].plan)
         trial, started = study.start(index), clock()
         after = _visit(entries[index], board.runs.get(index), run, rounds, on_failed)
         board.runs[index] = after
@@ -108,7 +96,7 @@ def search_by_running(
         on_saved(board.results())
     if not board.runs:
         raise NoAnswer(
-            f"the budget of {format_seconds(search.budget_s)} was spent before a plan had run; "
+            f"the budget of {format_seconds(budget_s)} was spent before a plan had run; "
             "give a larger --budget"
         )
     return Found(runs=board.results(), warnings=tuple(board.doubts()))

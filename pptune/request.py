@@ -38,6 +38,9 @@ class Request:
     baseline: str | None = None
     """`schedule=1f1b microbatch_size=1`; null: the best 1F1B over all other axes."""
     top: int = 10
+    list_all_up_to: int = 0
+    """A space of at most so many plans is listed whole, whatever `top` says: an exhaustive
+    validation needs every plan."""
     trials: int | None = None
     timeout_s: float | None = None
     storage: str | None = None

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,8 @@ def search(
         raise NoAnswer(
             "no legal plan can be predicted: " + "; ".join(scores.missing_reasons.values())
         )
+    if len(scores.known) <= request.list_all_up_to:
+        query = replace(query, request=replace(request, top=max(request.top, len(scores.known))))
     found = _find(query, scores, reference, on_progress)
     if not found.ranked:
         raise nothing_fits(model, scores, query.axes, query.scores)

@@ -11,7 +11,6 @@ import msgspec
 
 from pptune.baseline import is_named
 from pptune.calibration import (
-    CalibrationRun,
     apply_calibration,
     calibration_plans,
     run_calibration,
@@ -264,7 +263,7 @@ def rehearsed(
     profile: Profile, entries: Sequence[Entry], run: RunPlan, watch: Watch
 ) -> tuple[Profile, list[Entry]]:
     """The profile with the overheads of replayed plans, and the entries predicted with it."""
-    profile, _ = calibrate_for(
+    profile = calibrated_for(
         profile, [entry.plan for entry in entries], run, on_visit=watch.on_visit
     )
     model = CostModel(profile, Setting(target=parse_target("torch")))
@@ -277,13 +276,13 @@ def rehearsed(
     return profile, renewed
 
 
-def calibrate_for(
+def calibrated_for(
     profile: Profile,
     plans: Iterable[Plan],
     run: RunPlan,
     *,
     on_visit: Callable[[int, int, str], None],
-) -> tuple[Profile, list[CalibrationRun]]:
+) -> Profile:
     """The profile with overheads measured by short runs of the schedules that `plans` use."""
     wanted = list(plans)
     calibrating = [
@@ -302,7 +301,7 @@ def calibrate_for(
         budget_s=_CALIBRATION_BUDGET_S,
         on_visit=lambda share, plan: on_visit(round(100 * share), 100, f"calibrating {plan.label}"),
     )
-    return apply_calibration(profile, runs, stages_compute=False), runs
+    return apply_calibration(profile, runs, stages_compute=False)
 
 
 def digest_of(path: Path) -> str:

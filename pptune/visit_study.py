@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -33,16 +34,30 @@ _CANNOT_RUN = "cannot run"
 """Constraint: above 0 for a plan that ran out of memory, crashed or hung."""
 
 
-def space_of(plans: PlansFile, mode: str) -> dict[str, object]:
-    """What makes visits of these plans comparable, in words for those who changed it."""
-    return {
-        "model": plans.model.name,
-        "dtype": plans.dtype,
-        "device": plans.device,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How long to search, and where to remember it."""
+
+    budget_s: float
+    """Time that all visits of the study may take together; none starts after it."""
+    study_name: str
+    storage: str | None = None
+    """An optuna storage's URL, or `journal://` and a file; null keeps the study in memory."""
+
+
+def open_visit_study(
+    search: Search, file: PlansFile, plans: Sequence[Plan], mode: str
+) -> "VisitStudy":
+    """The study of a search among `plans` of `file`; raises as VisitStudy does."""
+    space = {
+        "model": file.model.name,
+        "dtype": file.dtype,
+        "device": file.device,
         "mode": mode,
-        "global_batch_size": plans.global_batch_size,
-        **plans.space.axes,
+        "global_batch_size": file.global_batch_size,
+        **file.space.axes,
     }
+    return VisitStudy(search.storage, search.study_name, plans, space)
 
 
 class VisitStudy:
@@ -113,13 +128,14 @@ class VisitStudy:
         with self._errors():
             trial.set_user_attr(_ELAPSED, elapsed_s)
             trial.set_user_attr(_RUN, msgspec.json.encode(compact).decode())
-            trial.set_constraint(_CANNOT_RUN, 1.0 if visit_s is None else 0.0)
-            if visit_s is not None:
-                trial.report(visit_s, step=len(run.samples_s))
-            if slower or visit_s is None:
-                self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            else:
+            if visit_s is not None and not slower:
                 self._study.tell(trial, visit_s)
+                return
+            if visit_s is None:
+                trial.set_constraint(_CANNOT_RUN, 1.0)
+            else:
+                trial.report(visit_s, step=len(run.samples_s))
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
 
     def _earlier(self) -> "tuple[list[optuna.trial.FrozenTrial], list[optuna.trial.FrozenTrial]]":
         """Trials of finished visits and of lost ones, after marking those that were under way."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -470,3 +471,13 @@ def test_a_reader_never_sees_half_a_file_however_the_writer_is_killed(tmp_path: 
         writer.wait()
         writer.stdout.close()
         assert len(path.read_bytes()) == 1_000_000
+
+
+# --- what is promised -----------------------------------------------------------------------------
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "PROMISES.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"

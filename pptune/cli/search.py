@@ -24,6 +24,8 @@ from pptune.errors import UsageError
 from pptune.units import parse_bytes
 
 DEFAULT_OUTPUT = Path("plans.json")
+LIST_ALL_UP_TO = 1000
+"""Plans that a plans file holds beyond the rows printed, for `validate --exhaustive`."""
 
 
 @app.command(
@@ -115,7 +117,7 @@ def search(
         microbatch_group_sizes=ints_or_none(microbatch_group_sizes, "--microbatch-group-sizes"),
         recompute=("none", "full") if recompute == "both" else (recompute,),  # type: ignore[arg-type]
         allow_empty_stages=allow_empty_stages, objective=objective,  # type: ignore[arg-type]
-        baseline=baseline, top=top, trials=trials,
+        baseline=baseline, top=top, list_all_up_to=LIST_ALL_UP_TO, trials=trials,
         timeout_s=seconds_or_none(timeout, "--timeout"), storage=storage, study_name=study_name,
         seed=seed,
     )  # fmt: skip
@@ -140,5 +142,5 @@ def search(
     if form is TableForm.json:
         show_json(plans)
     else:
-        show_sheets([ranking(plans)], form.value)
+        show_sheets([ranking(plans, top=top)], form.value)
     say(f"wrote {path}", quiet=quiet)

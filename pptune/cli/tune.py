@@ -9,6 +9,7 @@ import typer
 from pptune.cli import app
 from pptune.cli.options import OutputOption, QuietOption, ints_or_none
 from pptune.cli.profile import DEFAULT_BUDGET, DEFAULT_TIMEOUT, file_name, run_profile
+from pptune.cli.search import LIST_ALL_UP_TO
 from pptune.cli.validate import print_validation, run_validation
 from pptune.errors import UsageError
 from pptune.units import format_ratio, format_seconds
@@ -94,7 +95,7 @@ def tune(
             profile,
             Setting(target=aim),
             searching.Request(
-                global_batch_size=batch, num_ranks=world.num_ranks, top=10,
+                global_batch_size=batch, num_ranks=world.num_ranks, list_all_up_to=LIST_ALL_UP_TO,
                 num_chunks=ints_or_none(chunks, "--chunks"),
                 microbatch_sizes=ints_or_none(micro_batch_sizes, "--micro-batch-sizes"),
             ),

@@ -1,7 +1,7 @@
 """pptune validate: the best plans, run for real."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from pptune.cli.options import (
     TableForm,
     TableFormOption,
     existing,
+    seconds_or_none,
 )
 from pptune.errors import NoAnswer, UsageError
 from pptune.units import format_ratio, parse_ratio, parse_seconds
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT = Path("validation.json")
 DEFAULT_TIMEOUT = "2m"
 DEFAULT_REPEATS = 5
+DEFAULT_TOP = 3
 
 
 @app.command(epilog="Example: pptune validate plans.json --top 3")
@@ -36,20 +38,39 @@ def validate(
             "Files alone never run code."
         ),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many of the best plans to run.")] = 3,
+    top: Annotated[
+        int | None, typer.Option(help="How many of the best plans to run; default 3.")
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="Default: the file's. Like schedule=1f1b microbatch_size=1.")
     ] = None,
-    exhaustive: Annotated[bool, typer.Option(help="Run every plan in the file.")] = False,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", show_default=False, help="Run every plan in the file.")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="Rounds over all plans.")] = DEFAULT_REPEATS,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Time in which to find the fastest plan of the file by running: 10m."),
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Optuna storage that keeps the runs of a --budget.")
+    ] = None,
+    study_name: Annotated[str | None, typer.Option(help="The study's name in --storage.")] = None,
     timeout: Annotated[str, typer.Option(help="Longest time of one visit.")] = DEFAULT_TIMEOUT,
     tolerance: Annotated[
         str | None, typer.Option(help="Exit 1 where an error is larger: 5%.")
     ] = None,
-    replay: Annotated[bool, typer.Option(help="Stages wait instead of computing.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on with the output file.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", show_default=False, help="Stages wait instead of computing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", show_default=False, help="Go on with the output file.")
+    ] = False,
     record_timeline: Annotated[
-        bool, typer.Option(help="Keep each action's start and end.")
+        bool,
+        typer.Option(
+            "--record-timeline", show_default=False, help="Keep each action's start and end."
+        ),
     ] = False,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="The profile, where it has moved.")
@@ -63,9 +84,13 @@ def validate(
     from pptune.profiles import find_profile, load_profile
     from pptune.rounds import Rounds
     from pptune.validate import Request, check_trusted
+    from pptune.visit_study import Search
 
-    if top < 1 or repeats < 1:
+    if (top is not None and top < 1) or repeats < 1:
         raise UsageError("--top and --repeats must be 1 or more")
+    budget_s = seconds_or_none(budget, "--budget")
+    if storage is not None and (budget_s is None or exhaustive):
+        raise UsageError("--storage keeps the runs of a search: give --budget, not --exhaustive")
     file = load_plans(existing(plans, "plans file"))
     if model is not None or not replay:  # a replay waits and runs no code of the model
         check_trusted(file.model, model)
@@ -74,10 +99,17 @@ def validate(
         if profile is not None
         else find_profile(file.profile.path, file.profile.digest, beside=plans)
     )
+    mode: Literal["real", "replay"] = "replay" if replay else "real"
+    search = None
+    if budget_s is not None and not exhaustive:
+        name = f"{file.model.name}, global batch {file.global_batch_size}, {mode} runs"
+        search = Search(budget_s=budget_s, study_name=study_name or name, storage=storage)
     request = Request(
-        mode="replay" if replay else "real", top=top, exhaustive=exhaustive, baseline=baseline,
+        mode=mode, top=top or (DEFAULT_TOP if search is None else len(file.candidates)),
+        exhaustive=exhaustive, baseline=baseline, search=search,
         rounds=Rounds(
-            repeats=repeats, separate=not exhaustive, record_timeline=record_timeline,
+            repeats=repeats, budget_s=budget_s, separate=not exhaustive,
+            record_timeline=record_timeline,
         ),
         timeout_s=parse_seconds(timeout, what="--timeout"),
         device="cpu" if replay else file.device,
@@ -123,7 +155,11 @@ def run_validation(
     quiet: bool,
 ) -> "ValidationFile | None":
     """Run the plans in `file` and write `path` as results come in; None on other agents."""
+    from pptune.runtime import require_torch
+
+    require_torch()
     from pptune.cli.output import Progress, say, warnings_as_lines
+    from pptune.files import check_writable
     from pptune.runtime.launch import follow
     from pptune.runtime.world import detect_world
     from pptune.validate import Watch, digest_of
@@ -134,6 +170,7 @@ def run_validation(
     if not world.is_leader:
         follow(world, timeout_s=request.timeout_s)
         return None
+    check_writable(path)
     previous = None
     if resume and path.exists():
         with warnings_as_lines(quiet=quiet):

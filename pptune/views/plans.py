@@ -28,11 +28,11 @@ LOSS_WORDS = {
 """Reason codes of a search in words; a code that is not here is shown as it is."""
 
 
-def ranking(plans: PlansFile) -> Sheet:
-    """The ranked candidates, the reference plans, and what was searched in sentences."""
+def ranking(plans: PlansFile, *, top: int = 10) -> Sheet:
+    """The first `top` candidates, the reference plans, and what was searched in sentences."""
     entries: list[tuple[str, Plan, Estimate, float | None]] = [
         (str(row.rank), row.plan, row.estimate, row.speedup_over_baseline)
-        for row in plans.candidates
+        for row in plans.candidates[:top]
     ]
     num_candidates = len(entries)
     entries += [
