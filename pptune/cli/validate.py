@@ -66,6 +66,14 @@ def validate(
     resume: Annotated[
         bool, typer.Option("--resume", show_default=False, help="Go on with the output file.")
     ] = False,
+    recalibrate: Annotated[
+        bool,
+        typer.Option(
+            "--recalibrate",
+            show_default=False,
+            help="Correct the profile's overheads by these runs.",
+        ),
+    ] = False,
     record_timeline: Annotated[
         bool,
         typer.Option(
@@ -121,6 +129,8 @@ def validate(
     if finished is None:  # another rank's agent: only the leader prints
         return
     print_validation(finished, form)
+    if recalibrate:
+        correct_profile(finished, known, profile or Path(file.profile.path), quiet=quiet)
     if tolerance is not None:
         allowed = parse_ratio(tolerance, what="--tolerance")
         worst = None if finished.summary is None else finished.summary.max_abs_error
@@ -129,6 +139,28 @@ def validate(
                 f"the largest error is {'unknown' if worst is None else format_ratio(worst)}, "
                 f"above --tolerance {format_ratio(allowed)}"
             )
+
+
+def correct_profile(
+    validation: "ValidationFile", profile: "Profile | None", path: Path, *, quiet: bool
+) -> None:
+    """Write the profile with its overheads corrected by the runs. Raises UsageError."""
+    from pptune.calibration import recalibrate as corrected
+    from pptune.cli.output import say
+    from pptune.profiles import save_profile
+
+    if profile is None or validation.mode != "real":
+        raise UsageError(
+            "--recalibrate corrects the profile by real runs; give it with --profile, without "
+            "--replay"
+        )
+    steps_s = {run.plan: run.measured_s for run in validation.runs if run.measured_s is not None}
+    save_profile(corrected(profile, steps_s), path)
+    say(
+        f"wrote {path}: overheads corrected by {len(steps_s)} plans, which no longer count as "
+        "evidence; search again to use them",
+        quiet=quiet,
+    )
 
 
 def print_validation(validation: "ValidationFile", form: TableForm) -> None:
