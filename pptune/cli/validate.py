@@ -107,6 +107,11 @@ def validate(
         if profile is not None
         else find_profile(file.profile.path, file.profile.digest, beside=plans)
     )
+    if recalibrate and (known is None or replay):
+        raise UsageError(
+            "--recalibrate corrects the profile by real runs; give it with --profile, without "
+            "--replay"
+        )
     mode: Literal["real", "replay"] = "replay" if replay else "real"
     search = None
     if budget_s is not None and not exhaustive:
@@ -129,7 +134,7 @@ def validate(
     if finished is None:  # another rank's agent: only the leader prints
         return
     print_validation(finished, form)
-    if recalibrate:
+    if recalibrate and known is not None:
         correct_profile(finished, known, profile or Path(file.profile.path), quiet=quiet)
     if tolerance is not None:
         allowed = parse_ratio(tolerance, what="--tolerance")
@@ -142,18 +147,13 @@ def validate(
 
 
 def correct_profile(
-    validation: "ValidationFile", profile: "Profile | None", path: Path, *, quiet: bool
+    validation: "ValidationFile", profile: "Profile", path: Path, *, quiet: bool
 ) -> None:
-    """Write the profile with its overheads corrected by the runs. Raises UsageError."""
+    """Write the profile with its overheads corrected by the runs."""
     from pptune.calibration import recalibrate as corrected
     from pptune.cli.output import say
     from pptune.profiles import save_profile
 
-    if profile is None or validation.mode != "real":
-        raise UsageError(
-            "--recalibrate corrects the profile by real runs; give it with --profile, without "
-            "--replay"
-        )
     steps_s = {run.plan: run.measured_s for run in validation.runs if run.measured_s is not None}
     save_profile(corrected(profile, steps_s), path)
     say(
