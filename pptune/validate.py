@@ -255,7 +255,9 @@ def with_own_links(
         "measure_links", {"max_noise": _LINK_NOISE, "budget_s": _LINK_BUDGET_S}
     )[0]
     return msgspec.structs.replace(
-        profile, links=msgspec.convert(answer["links"], tuple[Link, ...])
+        profile,
+        links=msgspec.convert(answer["links"], tuple[Link, ...]),
+        machine=msgspec.structs.replace(profile.machine, ranks_per_node=None),
     )
 
 
