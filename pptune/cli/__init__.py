@@ -23,6 +23,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_STOPPED = 130
+"""What typer answers for KeyboardInterrupt, whichever signal raised it."""
+
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -55,11 +58,13 @@ def main() -> None:
     try:
         code = _run()
     except BaseException:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
         # An interrupted import may raise anything, so the signal counts and not the exception.
         if not received:
             raise
+        code = _STOPPED
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if received and code == _STOPPED:
         print("stopped; what was measured has been saved", file=sys.stderr)
         code = 128 + received[0]
     sys.exit(code)
