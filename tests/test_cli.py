@@ -328,13 +328,12 @@ def test_odd_environments_change_nothing_but_how_it_looks(here: Path) -> None:
 def test_no_place_for_compiled_code_is_a_warning_and_no_more(here: Path) -> None:
     script = textwrap.dedent(
         """
-        import errno, sys
-        from numba.core import caching
+        import errno, sys, tempfile
 
-        def refuse(self):
+        def refuse(*arguments, **options):
             raise OSError(errno.EROFS, "Read-only file system")
 
-        caching._CacheLocator.ensure_cache_path = refuse
+        tempfile.TemporaryFile = refuse
         from pptune.cli import main
         sys.argv = ["pptune", *sys.argv[1:]]
         main()
@@ -347,8 +346,8 @@ def test_no_place_for_compiled_code_is_a_warning_and_no_more(here: Path) -> None
         timeout=120, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["estimate"]["step_time_s"] == pytest.approx(29.9)
-    assert "warning: compiled code cannot be cached" in done.stderr
-    assert "set NUMBA_CACHE_DIR to a writable folder" in done.stderr
+    assert "warning: compiled code cannot be kept" in done.stderr
+    assert "set NUMBA_CACHE_DIR to one" in done.stderr
 
 
 def test_names_that_the_terminal_cannot_show_do_not_end_the_command(here: Path) -> None:

@@ -128,7 +128,7 @@ def test_every_profile_is_shipped() -> None:
 
 def test_every_table_names_the_source_of_every_row() -> None:
     tables = sorted(DATA.glob("*.csv"))
-    assert len(tables) == 9
+    assert len(tables) == 10
     for path in tables:
         assert all(row["source"] for row in rows(path.stem)), path.name
 
