@@ -32,6 +32,9 @@ _MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
 
 _CORRECTION_ROUNDS = 3
 
+_BURST_FACTORS = (0.8, 1.1)
+"""Median steps are not further than this from the sums of mean times."""
+
 _ALL_SIZES_UP_TO = 2
 """Plans with at most this many chunks are run at every measured micro-batch size."""
 
@@ -148,9 +151,15 @@ def apply_calibration(
     for run in runs:
         by_executor.setdefault(model.executor(run.plan), []).append(run)
     constants = _step_constants(profile, runs)
+    recorded = {
+        executor: _overhead_from_records(model, own) for executor, own in by_executor.items()
+    }
+    if stages_compute:
+        profile = _without_bursts(profile, constants, recorded, runs)
+        bare = msgspec.structs.replace(profile, overheads={}, step_constants=None)
     overheads = dict(profile.overheads)
     for executor, own in by_executor.items():
-        first = _overhead_from_records(model, own)
+        first = recorded[executor]
         steps_s = {run.plan: run.step_s for run in own}
         overheads[executor] = _corrected(bare, constants, executor, first, steps_s)
     labels = {*profile.calibration_plans, *(run.plan.label for run in runs)}
@@ -187,6 +196,36 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
         # Messages moved while those actions ran: their effect is in the times now.
         interference_ratio=0.0,
     )
+
+
+def _without_bursts(
+    profile: Profile,
+    constants: StepConstants,
+    overheads: Mapping[Executor, Overhead],
+    runs: Sequence[CalibrationRun],
+) -> Profile:
+    """`profile` with all layer times scaled by the one factor that fits the median steps best.
+
+    A burst from elsewhere slows many actions of one step: it is in their means, not in the median
+    step that a plan is judged by. What it adds grows with compute, not with the number of actions.
+    """
+
+    def scaled(factor: float) -> Profile:
+        ratios = {(size, work): factor for size in _sizes(profile) for work in ("F", "B")}
+        return msgspec.structs.replace(
+            profile, layers=tuple(_scaled(layer, ratios) for layer in profile.layers)
+        )
+
+    steps_s = {run.plan: run.step_s for run in runs}
+
+    def misfit(factor: float) -> float:
+        return _misfit(scaled(factor), constants, overheads, steps_s)
+
+    return scaled(_least(misfit, *_BURST_FACTORS, to=1e-3))
+
+
+def _sizes(profile: Profile) -> set[int]:
+    return {point.microbatch_size for layer in profile.layers for point in layer.points}
 
 
 def _action_times(run: CalibrationRun) -> dict[tuple[int, str], list[float]]:
@@ -386,7 +425,7 @@ def _corrected(
     """
 
     def misfit(extra_s: float) -> float:
-        return _misfit(bare, constants, executor, _shifted(overhead, extra_s), steps_s)
+        return _misfit(bare, constants, {executor: _shifted(overhead, extra_s)}, steps_s)
 
     lowest = -min(overhead.forward_s, overhead.backward_s)
     return _shifted(overhead, _least(misfit, lowest, _MAX_EXTRA_S))
@@ -405,7 +444,7 @@ def _corrected_hop(
         return msgspec.structs.replace(overhead, hop_s=hop_s)
 
     def misfit(hop_s: float) -> float:
-        return _misfit(bare, constants, executor, with_hop(hop_s), steps_s)
+        return _misfit(bare, constants, {executor: with_hop(hop_s)}, steps_s)
 
     return with_hop(_least(misfit, 0.0, _MAX_EXTRA_S))
 
@@ -413,14 +452,11 @@ def _corrected_hop(
 def _misfit(
     bare: Profile,
     constants: StepConstants,
-    executor: Executor,
-    overhead: Overhead,
+    overheads: Mapping[Executor, Overhead],
     steps_s: Mapping[Plan, float],
 ) -> float:
     """Sum over plans of |log(predicted / measured)|."""
-    profile = msgspec.structs.replace(
-        bare, overheads={executor: overhead}, step_constants=constants
-    )
+    profile = msgspec.structs.replace(bare, overheads=dict(overheads), step_constants=constants)
     model = CostModel(profile, _SETTING)
     return sum(
         abs(math.log(model.evaluate(plan).step_time_s / seconds))
@@ -436,10 +472,12 @@ def _shifted(overhead: Overhead, extra_s: float) -> Overhead:
     )
 
 
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley is least, by golden section to a microsecond."""
+def _least(
+    function: Callable[[float], float], low: float, high: float, *, to: float = 1e-6
+) -> float:
+    """Where a function with one valley is least, by golden section, to within `to`."""
     ratio = (5**0.5 - 1) / 2
-    while high - low > 1e-6:
+    while high - low > to:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         if function(left) <= function(right):
             high = right

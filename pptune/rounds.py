@@ -127,7 +127,8 @@ def run_rounds(
         for state in _turned(alive, number):
             if state.next_round() > number or out_of_time():
                 continue
-            on_visit(sum(len(set(each.rounds)) for each in states), total, state.entry.plan)
+            done = sum(len(set(each.rounds)) for each in states)
+            on_visit(done, max(total, done + 1), state.entry.plan)
             _visit(state, run, number, rounds, on_failed)
             on_saved(results())
         number += 1

@@ -193,15 +193,14 @@ class TestSizes:
     @staticmethod
     def runs(schedule: str, ranks: int, chunks: int, microbatches: int, group: int) -> bool:
         hops, lag = (2, looped.NO_SPLIT) if schedule == "interleaved" else (1, 1)
-        codes = np.empty((ranks, 3 * chunks * microbatches), np.int64)
-        lengths = np.empty(ranks, np.int64)
-        looped._fill(ranks, chunks, microbatches, group, hops, lag, codes, lengths)
+        coded = Codes.empty(ranks, 3 * chunks * microbatches)
+        looped._fill(ranks, chunks, microbatches, group, hops, lag, *coded)
         order = Order(
             num_ranks=ranks,
             num_stages=ranks * chunks,
             num_microbatches=microbatches,
             placement="loop",
-            make=lambda: Codes(codes, lengths),
+            make=lambda: coded,
         )
         try:
             contract.check_progress(lists_of(order), ranks * chunks)

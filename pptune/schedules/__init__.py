@@ -89,12 +89,11 @@ def peak_in_flight_bytes(order: Order, bytes_per_stage: NDArray[np.float64]) -> 
     `bytes_per_stage`, shape [num_stages], is what one micro-batch keeps from its forward until its
     full backward or weight part on that stage has ended.
     """
-    from pptune.schedules.in_flight import peak
+    from pptune.schedules.in_flight import fill_peaks
 
     if order.cycle is not None:
         # Every cycle holds and frees the same, so that one of them shows the peak.
         order = order.with_cycles(1)
-    peaks: NDArray[np.float64] = peak(
-        *order.coded, np.ascontiguousarray(bytes_per_stage, np.float64)
-    )
+    peaks = np.empty(order.num_ranks)
+    fill_peaks(*order.coded, np.ascontiguousarray(bytes_per_stage, np.float64), peaks)
     return peaks

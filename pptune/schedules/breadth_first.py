@@ -28,25 +28,25 @@ def breadth_first_order(shape: Shape, *, reverse_backwards: bool) -> Order:
     )
 
 
-@compiled("void(int64,int64,int64,boolean,int64[:,::1],int64[::1])")
+@compiled("void(int64,int64,int64,boolean,int64[::1],int64,int64[::1])")
 def _fill(
     num_ranks: int,
     num_chunks: int,
     num_microbatches: int,
     reverse_backwards: bool,
     codes: Any,
+    width: int,
     lengths: Any,
 ) -> None:
     half = num_chunks * num_microbatches
     for rank in range(num_ranks):
-        row = codes[rank]
-        at = 0
+        at = rank * width
         for chunk in range(num_chunks):
             forward = (chunk * num_ranks + rank) << STAGE_SHIFT | _FORWARD
             backward = ((num_chunks - 1 - chunk) * num_ranks + rank) << STAGE_SHIFT | _BACKWARD
             for microbatch in range(num_microbatches):
-                row[at] = forward | microbatch << MICROBATCH_SHIFT
+                codes[at] = forward | microbatch << MICROBATCH_SHIFT
                 turn = num_microbatches - 1 - microbatch if reverse_backwards else microbatch
-                row[half + at] = backward | turn << MICROBATCH_SHIFT
+                codes[half + at] = backward | turn << MICROBATCH_SHIFT
                 at += 1
         lengths[rank] = 2 * half

@@ -72,9 +72,11 @@ def _cycle(num_ranks: int, num_microbatches: int) -> Cycle | None:
     return Cycle(1, 4, 5 * (num_ranks - 1) + 2 + 4, -3, count)
 
 
-@compiled("int64(int64[::1],int64,int64,int64,int64,int64,int64,int64[:,::1],int64[::1])")
+@compiled(
+    "int64(int64[::1],int64,int64,int64,int64,int64,int64,int64[:,::1],int64[::1])", inner=True
+)
 def _do(
-    row: Any,
+    codes: Any,
     at: int,
     side: int,
     work: int,
@@ -92,49 +94,48 @@ def _do(
     if work == _INPUT:
         owed[following[_UP, _OWED]] = code | _WEIGHT
         following[_UP, _OWED] += 1
-    row[at] = code | work | pair
+    codes[at] = code | work | pair
     return at + 1
 
 
-@compiled("int64(int64[::1],int64,int64[:,::1],int64[::1])")
-def _do_owed(row: Any, at: int, following: Any, owed: Any) -> int:
+@compiled("int64(int64[::1],int64,int64[:,::1],int64[::1])", inner=True)
+def _do_owed(codes: Any, at: int, following: Any, owed: Any) -> int:
     """Write the weight part that has been owed longest, if any."""
     if following[_DOWN, _OWED] == following[_UP, _OWED]:
         return at
-    row[at] = owed[following[_DOWN, _OWED]]
+    codes[at] = owed[following[_DOWN, _OWED]]
     following[_DOWN, _OWED] += 1
     return at + 1
 
 
-@compiled("void(int64,int64,int64[:,::1],int64[::1])")
-def _fill(num_ranks: int, num_microbatches: int, codes: Any, lengths: Any) -> None:
+@compiled("void(int64,int64,int64[::1],int64,int64[::1])")
+def _fill(num_ranks: int, num_microbatches: int, codes: Any, width: int, lengths: Any) -> None:
     following = np.empty((2, 3), np.int64)
     owed = np.empty(2 * num_microbatches, np.int64)
     for rank in range(num_ranks):
-        row = codes[rank]
         following[:] = 0
         after = num_ranks - 1 - rank
-        at = 0
+        at = rank * width
         for _ in range(2 * after):
-            at = _do(row, at, _DOWN, _FORWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _DOWN, _FORWARD, 0, rank, num_ranks, following, owed)
         for _ in range(rank + 1):
-            at = _do(row, at, _DOWN, _FORWARD, 0, rank, num_ranks, following, owed)
-            at = _do(row, at, _UP, _FORWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _DOWN, _FORWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _FORWARD, 0, rank, num_ranks, following, owed)
         for _ in range(after):
-            at = _do(row, at, _UP, _INPUT, 0, rank, num_ranks, following, owed)
-            at = _do_owed(row, at, following, owed)
-            at = _do(row, at, _UP, _FORWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _INPUT, 0, rank, num_ranks, following, owed)
+            at = _do_owed(codes, at, following, owed)
+            at = _do(codes, at, _UP, _FORWARD, 0, rank, num_ranks, following, owed)
         for turn in range(num_microbatches - 2 * num_ranks + rank + 1):
             # The last rank's first pair is not overlapped, which shortens the bubble.
             pair = 0 if turn == 0 and after == 0 else _PAIR
-            at = _do(row, at, _DOWN, _FORWARD, pair, rank, num_ranks, following, owed)
-            at = _do(row, at, _UP, _BACKWARD, 0, rank, num_ranks, following, owed)
-            at = _do(row, at, _UP, _FORWARD, _PAIR, rank, num_ranks, following, owed)
-            at = _do(row, at, _DOWN, _BACKWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _DOWN, _FORWARD, pair, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _BACKWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _FORWARD, _PAIR, rank, num_ranks, following, owed)
+            at = _do(codes, at, _DOWN, _BACKWARD, 0, rank, num_ranks, following, owed)
         for _ in range(after):
-            at = _do(row, at, _UP, _BACKWARD, 0, rank, num_ranks, following, owed)
-            at = _do(row, at, _UP, _FORWARD, _PAIR, rank, num_ranks, following, owed)
-            at = _do(row, at, _DOWN, _BACKWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _BACKWARD, 0, rank, num_ranks, following, owed)
+            at = _do(codes, at, _UP, _FORWARD, _PAIR, rank, num_ranks, following, owed)
+            at = _do(codes, at, _DOWN, _BACKWARD, 0, rank, num_ranks, following, owed)
         # Half way through the next step backwards are split: after the middle turn's backward up
         # on even ranks, before it on odd ones.
         first_split = 2 * ((rank + 1) // 2) + 1 - rank % 2
@@ -142,11 +143,11 @@ def _fill(num_ranks: int, num_microbatches: int, codes: Any, lengths: Any) -> No
         for _ in range(rank + 1):
             for side in (_UP, _DOWN):
                 work = _INPUT if backwards >= first_split else _BACKWARD
-                at = _do(row, at, side, work, 0, rank, num_ranks, following, owed)
+                at = _do(codes, at, side, work, 0, rank, num_ranks, following, owed)
                 backwards += 1
         for _ in range(after):
-            at = _do_owed(row, at, following, owed)
-            at = _do(row, at, _DOWN, work, 0, rank, num_ranks, following, owed)
+            at = _do_owed(codes, at, following, owed)
+            at = _do(codes, at, _DOWN, work, 0, rank, num_ranks, following, owed)
         for _ in range(rank + 1):
-            at = _do_owed(row, at, following, owed)
-        lengths[rank] = at
+            at = _do_owed(codes, at, following, owed)
+        lengths[rank] = at - rank * width

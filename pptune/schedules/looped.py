@@ -114,7 +114,7 @@ def _cycle(
     )
 
 
-@compiled("UniTuple(int64,2)(int64,int64,int64,int64,int64,int64,int64)")
+@compiled("UniTuple(int64,2)(int64,int64,int64,int64,int64,int64,int64)", inner=True)
 def _run(
     index: int,
     work: int,
@@ -135,7 +135,7 @@ def _run(
     return (first + offset) << MICROBATCH_SHIFT | stage << STAGE_SHIFT | work, size - offset
 
 
-@compiled("void(int64,int64,int64,int64,int64,int64,int64[:,::1],int64[::1])")
+@compiled("void(int64,int64,int64,int64,int64,int64,int64[::1],int64,int64[::1])")
 def _fill(
     num_ranks: int,
     num_chunks: int,
@@ -144,6 +144,7 @@ def _fill(
     warmup_per_hop: int,
     weight_lag: int,
     codes: Any,
+    width: int,
     lengths: Any,
 ) -> None:
     """In slot i a rank does forward i, backward i - w and weight part i - w - lag, those that
@@ -153,11 +154,10 @@ def _fill(
     backward = _INPUT if split else _BACKWARD
     sizes = (num_ranks, num_chunks, num_microbatches, group)
     for rank in range(num_ranks):
-        row = codes[rank]
         warmup = min((num_chunks - 1) * group + warmup_per_hop * (num_ranks - 1 - rank), total)
         weights = warmup + weight_lag * rank if split else warmup
         f_code, f_left, b_code, b_left, w_code, w_left = 0, 0, 0, 0, 0, 0
-        at, slot = 0, 0
+        at, slot = rank * width, 0
         while slot < weights + total:
             has_f = slot < total
             has_b = warmup <= slot < warmup + total
@@ -181,16 +181,16 @@ def _fill(
             per_slot = has_f + has_b + has_w
             if has_f:
                 for i in range(run):
-                    row[at + per_slot * i] = f_code + i * _NEXT
+                    codes[at + per_slot * i] = f_code + i * _NEXT
                 f_code, f_left = f_code + run * _NEXT, f_left - run
             if has_b:
                 for i in range(run):
-                    row[at + has_f + per_slot * i] = b_code + i * _NEXT
+                    codes[at + has_f + per_slot * i] = b_code + i * _NEXT
                 b_code, b_left = b_code + run * _NEXT, b_left - run
             if has_w:
                 for i in range(run):
-                    row[at + per_slot - 1 + per_slot * i] = w_code + i * _NEXT
+                    codes[at + per_slot - 1 + per_slot * i] = w_code + i * _NEXT
                 w_code, w_left = w_code + run * _NEXT, w_left - run
             at += per_slot * run
             slot += run
-        lengths[rank] = at
+        lengths[rank] = at - rank * width

@@ -25,15 +25,16 @@ class Codes(NamedTuple):
     """The actions of all ranks as codes."""
 
     codes: NDArray[np.int64]
-    """Shape [num_ranks, width]; rank r's actions are codes[r, : lengths[r]]."""
+    """Rank r's actions are codes[r * width : r * width + lengths[r]]."""
+    width: int
     lengths: NDArray[np.int64]
     """Shape [num_ranks]."""
 
     @classmethod
     def empty(cls, num_ranks: int, num_actions: int) -> "Codes":
         """Room for `num_actions` per rank."""
-        codes = np.empty((num_ranks, padded(num_actions)), np.int64)
-        return cls(codes, np.empty(num_ranks, np.int64))
+        width = padded(num_actions)
+        return cls(np.empty(num_ranks * width, np.int64), width, np.empty(num_ranks, np.int64))
 
 
 def padded(size: int) -> int:
@@ -106,8 +107,9 @@ class Order:
 
     @cached_property
     def _flat(self) -> NDArray[np.int64]:
-        codes, lengths = self.coded
-        return np.concatenate([row[:length] for row, length in zip(codes, lengths, strict=True)])
+        codes, width, lengths = self.coded
+        rows = codes.reshape(-1, width)
+        return np.concatenate([row[:length] for row, length in zip(rows, lengths, strict=True)])
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:

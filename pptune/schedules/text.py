@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from pptune.errors import PlanError
 from pptune.schedules.action import Action, Work
 from pptune.schedules.order import (
@@ -66,21 +64,21 @@ def from_actions(
     placement = _placement(ranks, num_stages)
     for rank, actions in enumerate(ranks):
         _check_rank(rank, actions, num_microbatches)
-    codes = np.zeros((len(ranks), max(map(len, ranks))), np.int64)
+    coded = Codes.empty(len(ranks), max(map(len, ranks)))
     for rank, actions in enumerate(ranks):
         for at, (stage, work, microbatch) in enumerate(actions):
             paired = pairs is not None and at in pairs[rank]
-            codes[rank, at] = (
+            coded.codes[rank * coded.width + at] = (
                 work | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | paired << PAIR_SHIFT
             )
-    lengths = np.array([len(actions) for actions in ranks], np.int64)
+        coded.lengths[rank] = len(actions)
     works = {action.work for actions in ranks for action in actions}
     return Order(
         num_ranks=len(ranks),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         placement=placement,
-        make=lambda: Codes(codes, lengths),
+        make=lambda: coded,
         backwards="whole"
         if Work.BACKWARD_INPUT not in works
         else "mixed"

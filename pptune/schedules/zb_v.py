@@ -47,63 +47,64 @@ def _cycle(num_ranks: int, num_microbatches: int) -> Cycle | None:
     return Cycle(1, 6, 5 * num_ranks - 1, -3, count)
 
 
-@compiled("int64(int64[::1],int64,int64,int64,int64)")
-def _append(row: Any, at: int, stage_and_work: int, microbatch: int, num_microbatches: int) -> int:
+@compiled("int64(int64[::1],int64,int64,int64,int64)", inner=True)
+def _append(
+    codes: Any, at: int, stage_and_work: int, microbatch: int, num_microbatches: int
+) -> int:
     """Write an action unless its micro-batch doesn't exist; where the next one goes."""
     if microbatch >= num_microbatches:
         return at
-    row[at] = stage_and_work | microbatch << MICROBATCH_SHIFT
+    codes[at] = stage_and_work | microbatch << MICROBATCH_SHIFT
     return at + 1
 
 
-@compiled("void(int64,int64,int64[:,::1],int64[::1])")
-def _fill(num_ranks: int, num_microbatches: int, codes: Any, lengths: Any) -> None:
+@compiled("void(int64,int64,int64[::1],int64,int64[::1])")
+def _fill(num_ranks: int, num_microbatches: int, codes: Any, width: int, lengths: Any) -> None:
     planned = max(num_microbatches, 2 * num_ranks - 1)
     for rank in range(num_ranks):
-        row = codes[rank]
-        at = 0
+        at = rank * width
         down, up = rank << STAGE_SHIFT, (2 * num_ranks - 1 - rank) << STAGE_SHIFT
         # How many forwards, input and weight parts either stage has done.
         f_down, f_up, i_down, i_up, w_down, w_up = 0, 0, 0, 0, 0, 0
         for _ in range(2 * (num_ranks - rank) - 1):
-            at = _append(row, at, down | _FORWARD, f_down, num_microbatches)
+            at = _append(codes, at, down | _FORWARD, f_down, num_microbatches)
             f_down += 1
         for _ in range(rank):
-            at = _append(row, at, up | _FORWARD, f_up, num_microbatches)
-            at = _append(row, at, down | _FORWARD, f_down, num_microbatches)
+            at = _append(codes, at, up | _FORWARD, f_up, num_microbatches)
+            at = _append(codes, at, down | _FORWARD, f_down, num_microbatches)
             f_up += 1
             f_down += 1
         for _ in range(num_ranks - rank):
-            at = _append(row, at, up | _FORWARD, f_up, num_microbatches)
-            at = _append(row, at, up | _INPUT, i_up, num_microbatches)
-            at = _append(row, at, up | _WEIGHT, i_up, num_microbatches)
+            at = _append(codes, at, up | _FORWARD, f_up, num_microbatches)
+            at = _append(codes, at, up | _INPUT, i_up, num_microbatches)
+            at = _append(codes, at, up | _WEIGHT, i_up, num_microbatches)
             f_up += 1
             i_up += 1
         while f_up < planned:
             if f_down < planned:
-                at = _append(row, at, down | _FORWARD, f_down, num_microbatches)
+                at = _append(codes, at, down | _FORWARD, f_down, num_microbatches)
                 f_down += 1
-            at = _append(row, at, down | _INPUT, i_down, num_microbatches)
-            at = _append(row, at, down | _WEIGHT, i_down, num_microbatches)
-            at = _append(row, at, up | _FORWARD, f_up, num_microbatches)
-            at = _append(row, at, up | _INPUT, i_up, num_microbatches)
-            at = _append(row, at, up | _WEIGHT, i_up, num_microbatches)
+            at = _append(codes, at, down | _INPUT, i_down, num_microbatches)
+            at = _append(codes, at, down | _WEIGHT, i_down, num_microbatches)
+            at = _append(codes, at, up | _FORWARD, f_up, num_microbatches)
+            at = _append(codes, at, up | _INPUT, i_up, num_microbatches)
+            at = _append(codes, at, up | _WEIGHT, i_up, num_microbatches)
             f_up += 1
             i_down += 1
             i_up += 1
         w_down, w_up = i_down, i_up
         for _ in range(rank):
-            at = _append(row, at, down | _INPUT, i_down, num_microbatches)
-            at = _append(row, at, up | _INPUT, i_up, num_microbatches)
+            at = _append(codes, at, down | _INPUT, i_down, num_microbatches)
+            at = _append(codes, at, up | _INPUT, i_up, num_microbatches)
             i_down += 1
             i_up += 1
         for _ in range(num_ranks - rank):
-            at = _append(row, at, down | _INPUT, i_down, num_microbatches)
-            at = _append(row, at, down | _WEIGHT, w_down, num_microbatches)
+            at = _append(codes, at, down | _INPUT, i_down, num_microbatches)
+            at = _append(codes, at, down | _WEIGHT, w_down, num_microbatches)
             i_down += 1
             w_down += 1
         for microbatch in range(w_up, i_up):
-            at = _append(row, at, up | _WEIGHT, microbatch, num_microbatches)
+            at = _append(codes, at, up | _WEIGHT, microbatch, num_microbatches)
         for microbatch in range(w_down, i_down):
-            at = _append(row, at, down | _WEIGHT, microbatch, num_microbatches)
-        lengths[rank] = at
+            at = _append(codes, at, down | _WEIGHT, microbatch, num_microbatches)
+        lengths[rank] = at - rank * width

@@ -66,11 +66,11 @@ def simulate(
     step = Step(order, costs, executor)
     if not step.play(whole=spans):
         raise step.deadlock()
-    step_time_s, result = step.finish()
-    busy, bubble, exposed, overhead, warmup, steady, cooldown, span = result
+    step_time_s, longest_span_s, result = step.finish()
+    busy, bubble, exposed, overhead, warmup, steady, cooldown = result
     return Simulation(
         step_time_s=step_time_s,
-        longest_rank_span_s=float(span.max()),
+        longest_rank_span_s=longest_span_s,
         busy_s=busy,
         bubble_s=bubble,
         exposed_transfer_s=exposed,

@@ -42,7 +42,7 @@ TOLERANCE = 1e-12
 """How much two states may differ and count as the same, relative to the shift between them."""
 
 
-@compiled("int64(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1])")
+@compiled("int64(int64[::1],int64[::1],int64[::1],int64[::1],int64[::1])", inner=True)
 def set_limits(lengths: Any, places: Any, cycle: Any, cuts: Any, limits: Any) -> int:
     """Where every rank stops next: at the cut, or at its end. Returns how many actions that is."""
     num_actions = 0
@@ -55,7 +55,7 @@ def set_limits(lengths: Any, places: Any, cycle: Any, cuts: Any, limits: Any) ->
     return num_actions
 
 
-@compiled("boolean(float64,float64,float64)")
+@compiled("boolean(float64,float64,float64)", inner=True)
 def moved(now: float, before: float, shift: float) -> bool:
     """Whether a time is the earlier one moved by `shift`, or follows from others that are.
 
@@ -66,12 +66,13 @@ def moved(now: float, before: float, shift: float) -> bool:
 
 
 @compiled(
-    "boolean(int64[:,::1],int64[::1],int64[::1],int64[::1],float64[:,::1],float64[:,::1],"
-    "float64[::1],float64[::1],int64,int64[::1],int64[::1])"
+    "boolean(int64[::1],int64,int64[::1],int64[::1],int64[::1],float64[:,::1],float64[:,::1],"
+    "float64[::1],float64[::1],int64,int64[::1],int64[::1])",
+    inner=True,
 )
 def same_state(
-    codes: Any, lengths: Any, places: Any, kinds: Any, clocks: Any, free: Any, times: Any,
-    others: Any, stride: int, cycle: Any, cuts: Any,
+    codes: Any, width: int, lengths: Any, places: Any, kinds: Any, clocks: Any, free: Any,
+    times: Any, others: Any, stride: int, cycle: Any, cuts: Any,
 ) -> bool:  # fmt: skip
     """Whether the state at this cut is that of the saved one moved by one shift."""
     num_links = free.shape[1] - 1
@@ -86,7 +87,8 @@ def same_state(
     back = (cuts[CUT] - cuts[SAVED]) * cycle[CYCLE_MICROBATCHES]
     no_input = times.size - 2 * stride
     for rank in range(lengths.size):
-        for code in codes[rank, places[rank] : lengths[rank]]:
+        for at in range(rank * width + places[rank], rank * width + lengths[rank]):
+            code = codes[at]
             row = kinds[(code & KIND_MASK) * NUM_KIND + INPUT]
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
             slot = row + microbatch
@@ -100,12 +102,14 @@ def same_state(
 
 
 @compiled(
-    "boolean(int64[:,::1],int64[::1],int64[::1],int64[::1],float64[:,::1],float64[::1],"
-    "float64[:,::1],int32[::1],int32[:,::1],int32[::1],int64,int64[::1],int64[::1])"
+    "boolean(int64[::1],int64,int64[::1],int64[::1],int64[::1],float64[:,::1],float64[::1],"
+    "float64[::1],int32[::1],int32[::1],int32[::1],int64,int64[::1],int64[::1])",
+    inner=True,
 )
 def same_posts(
-    codes: Any, lengths: Any, places: Any, kinds: Any, clocks: Any, times: Any, done: Any,
-    posted_after: Any, ticks: Any, produced_tick: Any, stride: int, cycle: Any, cuts: Any,
+    codes: Any, width: int, lengths: Any, places: Any, kinds: Any, clocks: Any, times: Any,
+    done: Any, posted_after: Any, ticks: Any, produced_tick: Any, stride: int, cycle: Any,
+    cuts: Any,
 ) -> bool:  # fmt: skip
     """Whether the same holds for receives that are posted already, and for the ticks by which the
     lowering places those to come."""
@@ -115,35 +119,39 @@ def same_posts(
     lowered = ticks.size > 0
     tick_shift = 0
     if lowered:
-        tick_shift = ticks[0, places[0] - 1] - ticks[0, places[0] - 1 - back_actions]
+        tick_shift = ticks[places[0] - 1] - ticks[places[0] - 1 - back_actions]
     no_input = times.size - 2 * stride
     for rank in range(lengths.size):
-        at = places[rank]
-        if lowered and ticks[rank, at - 1] - ticks[rank, at - 1 - back_actions] != tick_shift:
-            return False
-        for code in codes[rank, at : lengths[rank]]:
-            row = kinds[(code & KIND_MASK) * NUM_KIND + INPUT]
-            if row == no_input:
+        row, place = rank * width, places[rank]
+        if lowered:
+            last = row + place - 1
+            if ticks[last] - ticks[last - back_actions] != tick_shift:
+                return False
+        for at in range(row + place, row + lengths[rank]):
+            code = codes[at]
+            first = kinds[(code & KIND_MASK) * NUM_KIND + INPUT]
+            if first == no_input:
                 continue
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-            slot = row + microbatch
-            if lowered and times[slot] >= 0.0:
-                if microbatch < back:
+            slot = first + microbatch
+            posted = posted_after[slot] < place
+            sent = lowered and times[slot] >= 0.0
+            if (posted or sent) and microbatch < back:
+                return False
+            if sent and produced_tick[slot] - produced_tick[slot - back] != tick_shift:
+                return False
+            if posted:
+                now, before = posted_after[slot], posted_after[slot - back]
+                if now < 0 or before < 0:
                     return False
-                if produced_tick[slot] - produced_tick[slot - back] != tick_shift:
-                    return False
-            post = posted_after[slot]
-            if post < at:
-                if microbatch < back or post < 0 or posted_after[slot - back] < 0:
-                    return False
-                before = done[rank, posted_after[slot - back] + 1]
-                if not moved(done[rank, post + 1], before, shift):
+                done_row = rank * (width + 1) + 1
+                if not moved(done[done_row + now], done[done_row + before], shift):
                     return False
     return True
 
 
-@compiled("int64(int64[::1],float64[:,::1],float64[:,::1],int64[::1],int64[::1])")
-def skip_cycles(lengths: Any, clocks: Any, free: Any, cycle: Any, cuts: Any) -> int:
+@compiled("int64(float64[:,::1],int64[::1],int64[::1])", inner=True)
+def skip_cycles(clocks: Any, cycle: Any, cuts: Any) -> int:
     """Count the cycles left out as repeats of those since the saved cut, and play to the end.
 
     Their seconds are added to what ranks have spent and waited for.
@@ -152,15 +160,17 @@ def skip_cycles(lengths: Any, clocks: Any, free: Any, cycle: Any, cuts: Any) -> 
     if cycle[LEFT_OUT] % period != 0:
         return UNALIGNED
     repeats = cycle[LEFT_OUT] // period
-    for rank in range(lengths.size):
-        for column, saved in ((SPENT, SAVED_SPENT), (EXPOSED, SAVED_EXPOSED)):
-            clocks[rank, column] += repeats * (clocks[rank, column] - clocks[rank, saved])
+    for rank in range(clocks.shape[0]):
+        spent = clocks[rank, SPENT] - clocks[rank, SAVED_SPENT]
+        exposed = clocks[rank, EXPOSED] - clocks[rank, SAVED_EXPOSED]
+        clocks[rank, SPENT] += repeats * spent
+        clocks[rank, EXPOSED] += repeats * exposed
     clocks[0, LATE] = repeats * (clocks[0, NOW] - clocks[0, SAVED_NOW])
     cuts[CUTTING] = 0
     return GO_ON
 
 
-@compiled("int64(float64[:,::1],float64[:,::1],int64[::1],int64[::1])")
+@compiled("int64(float64[:,::1],float64[:,::1],int64[::1],int64[::1])", inner=True)
 def next_cut(clocks: Any, free: Any, cycle: Any, cuts: Any) -> int:
     """Save the state where it is time to, and aim at the next cut."""
     if cuts[SAVED] == NONE or cuts[CUT] >= 2 * cuts[SAVED]:

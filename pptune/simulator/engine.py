@@ -40,8 +40,8 @@ Floats = NDArray[np.float64]
 
 _GROWTH = 4
 """By how much the played part of an order grows while its state has not come back."""
-_NO_FLOATS = np.empty((0, 0))
-_NO_POSTS = np.empty(0, np.int32), np.empty((0, 0), np.int32), np.empty(0, np.int32)
+_NO_FLOATS = np.empty(0)
+_NO_POSTS = (np.empty(0, np.int32),) * 3
 
 
 class Step:
@@ -49,142 +49,155 @@ class Step:
 
     def __init__(self, order: Order, costs: Costs, executor: Executor) -> None:
         """Raises UsageError where costs are missing, impossible or for other stages."""
-        self.table, self.overhead = costs.table, costs.overhead
+        self.table, self.overhead, self.wired = costs.table, costs.overhead, costs.wired
         _check(order, costs)
         num_ranks = order.num_ranks
         self.order = self.played = order
         """The order asked for, and the part of it that is played."""
+        self.stride = 0
         self.executor = executor
         self.started_by = _started_by(order, executor)
-        self.wired = costs.wired
-        self.rank_of = order.rank_of_stage
         self.clocks = np.zeros((num_ranks, NUM_CLOCK))
         self.places = np.zeros(num_ranks, np.int64)
+        self.limits = np.empty(num_ranks, np.int64)
         self.free = np.zeros((2, 2 * num_ranks + 1))
         self.kinds = np.empty(4 * order.num_stages * NUM_KIND, np.int64)
         self.floats = self.kinds.view(np.float64)
-        self.sent = self.arrived = self.produced = _NO_FLOATS
-        self.done = _NO_FLOATS
-        self.following = np.empty((2 * order.num_stages + 2, 0), np.int64)
-        self.queues = np.full((2 * num_ranks, 2), NONE)
-        self.sends = np.full((num_ranks, NUM_SENDS), NONE)
-        self.sends[:, HALFWAY] = 0
         self.cycle = np.zeros(NUM_CYCLE, np.int64)
+        self.sent = self.arrived = self.produced = self.done = _NO_FLOATS
+        if self.started_by == BY_EITHER:
+            self.following = np.empty(0, np.int64)
+            self.queues = np.full((2 * num_ranks, 2), NONE)
+            self.sends = np.full((num_ranks, NUM_SENDS), NONE)
+            self.sends[:, HALFWAY] = 0
 
     def play(self, *, whole: bool) -> bool:
         """Play to the end; with `whole`, every action. False for a deadlock."""
-        order = self.order
-        count = 0 if whole else _first_count(order, two_sided=self.started_by != BY_SENDER)
+        cycle = self.order.cycle
+        count = 0 if whole else _first_count(self.order, two_sided=self.started_by != BY_SENDER)
         cuts = np.array((count > 0, 0, NONE))
-        run = {BY_SENDER: self._run_ideal, BY_RECEIVER: self._run_lowered}.get(
-            self.started_by, self._run_two_sided
-        )
         while True:
-            self.played = order.with_cycles(count) if count else order
-            if count:
-                self._set_cycle(count)
-            fill_kinds(
-                order.num_ranks, padded(self.played.num_microbatches), self.rank_of, self.table,
-                self.overhead, self.started_by, self.kinds, self.floats,
-            )  # fmt: skip
-            status = run(cuts)
+            self._make_room(count)
+            status = self._run(cuts)
             if status in (DONE, DEADLOCK):
                 return status == DONE
-            assert order.cycle is not None
-            count = _next_count(order.cycle.num_cycles, count, cuts, found=status == UNALIGNED)
-            if count == order.cycle.num_cycles:
+            assert cycle is not None
+            count = _next_count(cycle.num_cycles, count, cuts, found=status == UNALIGNED)
+            if count == cycle.num_cycles:
                 cuts[CUTTING] = 0
 
-    def _set_cycle(self, count: int) -> None:
-        """Where the cuts of the order with `count` cycles are, see arrays.py."""
-        assert self.order.cycle is not None
-        # What a rank posts at a cut looks one cycle ahead: at the last cut, into the cooldown.
-        last = count - (self.started_by != BY_SENDER)
-        self.cycle[:] = *self.order.cycle[:4], last, self.order.cycle.num_cycles - count
-
-    def _run_ideal(self, cuts: NDArray[np.int64]) -> int:
-        self.arrived = self._grown(self.arrived)
-        if self.wired:
-            self.produced = self._grown(self.produced)
-        status: int = play(
-            *self.played.coded, self.kinds, self.floats, padded(self.played.num_microbatches),
-            self.wired, False, self.clocks, self.places, self.arrived.reshape(-1),
-            self.produced.reshape(-1), self.free, self.done, *_NO_POSTS, self.cycle, cuts,
+    def _make_room(self, count: int) -> None:
+        """Set up the order with `count` cycles, or the whole one for 0, keeping what was played."""
+        order = self.order
+        if count:
+            assert order.cycle is not None
+            self.played = order.with_cycles(count)
+            # What a rank posts at a cut looks one cycle ahead: at the last cut, into the cooldown.
+            last = count - (self.started_by != BY_SENDER)
+            self.cycle[:] = *order.cycle[:4], last, order.cycle.num_cycles - count
+        before, self.stride = self.stride, padded(self.played.num_microbatches)
+        fill_kinds(
+            order.num_ranks, self.stride, order.rank_of_stage, self.table, self.overhead,
+            self.started_by, self.kinds, self.floats,
         )  # fmt: skip
-        return status
+        self.arrived = self._grown(self.arrived, before)
+        if self.started_by != BY_SENDER:
+            self.sent = self._grown(self.sent, before)
+            self._grow_done()
+        if self.wired or self.started_by == BY_EITHER:
+            self.produced = self._grown(self.produced, before)
+        if self.started_by == BY_EITHER:
+            rows = 2 * order.num_stages + 2
+            following = np.full((rows, self.stride), NONE)
+            if before:
+                following[:, :before] = self.following.reshape(rows, before)
+            self.following = following.reshape(-1)
 
-    def _run_lowered(self, cuts: NDArray[np.int64]) -> int:
-        self.sent, self.arrived = self._grown(self.sent), self._grown(self.arrived)
-        self.done = self._grown_done()
-        posts = posts_of(self.played, self.executor)
-        status: int = play(
-            *self.played.coded, self.kinds, self.floats, padded(self.played.num_microbatches),
-            True, True, self.clocks, self.places, self.sent.reshape(-1), self.arrived.reshape(-1),
-            self.free, self.done, posts.posted_after, posts.ticks, posts.produced_tick, self.cycle,
-            cuts,
-        )  # fmt: skip
-        return status
-
-    def _run_two_sided(self, cuts: NDArray[np.int64]) -> int:
-        from pptune.simulator.two_sided import play_two_sided
-
-        self.sent, self.arrived = self._grown(self.sent), self._grown(self.arrived)
-        self.produced, self.done = self._grown(self.produced), self._grown_done()
-        posts = posts_of(self.played, self.executor)
-        stride = padded(self.played.num_microbatches)
-        following = np.full((2 * self.order.num_stages + 2, stride), NONE)
-        following[:, : self.following.shape[1]] = self.following
-        self.following = following
-        status: int = play_two_sided(
-            *self.played.coded, self.kinds, self.floats, stride,
-            WAITS[self.executor].pairs_send_together, self.clocks, self.places, self.sends,
-            self.sent.reshape(-1), self.arrived.reshape(-1), self.produced.reshape(-1), self.free,
-            self.done, self.following.reshape(-1), self.queues, posts.waits, posts.posted_after,
-            posts.ticks, posts.produced_tick, self.cycle, cuts,
-        )  # fmt: skip
-        return status
-
-    def _grown(self, old: Floats) -> Floats:
-        """A message array for the played order that begins like `old`."""
+    def _grown(self, old: Floats, before: int) -> Floats:
+        """A message array that begins like `old`, which had room for `before` micro-batches."""
         rows = 2 * self.order.num_stages + 2
-        new = np.empty((rows, padded(self.played.num_microbatches)))
-        kept = old.shape[1]
-        new[:, kept:] = UNKNOWN
-        if kept:
-            new[:, :kept] = old
-        new[rows - 2] = 0.0
+        new = np.empty(rows * self.stride)
+        if before:
+            table = new.reshape(rows, self.stride)
+            table[:, before:] = UNKNOWN
+            table[:, :before] = old.reshape(rows, before)
+        else:
+            new.fill(UNKNOWN)
+        new[(rows - 2) * self.stride : (rows - 1) * self.stride] = 0.0
         return new
 
-    def _grown_done(self) -> Floats:
+    def _grow_done(self) -> None:
         """The same for when ranks had done each action, after a column for the step's start."""
-        codes, _ = self.played.coded
-        new = np.full((codes.shape[0], codes.shape[1] + 1), UNKNOWN)
-        kept = min(self.done.shape[1], new.shape[1])
-        if kept:
-            new[:, :kept] = self.done[:, :kept]
+        num_ranks = self.order.num_ranks
+        new = np.full((num_ranks, self.played.coded.width + 1), UNKNOWN)
+        if self.done.size:
+            old = self.done.reshape(num_ranks, -1)
+            kept = min(old.shape[1], new.shape[1])
+            new[:, :kept] = old[:, :kept]
         new[:, 0] = 0.0
-        return new
+        self.done = new.reshape(-1)
+
+    def _run(self, cuts: NDArray[np.int64]) -> int:
+        """Play on until the end or until more of the order is needed."""
+        common = (*self.played.coded, self.kinds, self.floats, self.stride)
+        if self.started_by == BY_SENDER:
+            status: int = play(
+                *common, self.wired, False, self.clocks, self.places, self.arrived, self.produced,
+                self.free, self.done, *_NO_POSTS, self.cycle, cuts, self.limits,
+            )  # fmt: skip
+            return status
+        posts = posts_of(self.played, self.executor)
+        placed = (posts.posted_after, posts.ticks, posts.produced_tick)
+        if self.started_by == BY_RECEIVER:
+            status = play(
+                *common, True, True, self.clocks, self.places, self.sent, self.arrived, self.free,
+                self.done, *placed, self.cycle, cuts, self.limits,
+            )  # fmt: skip
+        else:
+            from pptune.simulator.two_sided import play_two_sided
+
+            status = play_two_sided(
+                *common, WAITS[self.executor].pairs_send_together, self.clocks, self.places,
+                self.sends, self.sent, self.arrived, self.produced, self.free, self.done,
+                self.following, self.queues, posts.waits, *placed, self.cycle, cuts, self.limits,
+            )  # fmt: skip
+        return status
+
+    def finish(self) -> tuple[float, float, Floats]:
+        """The step time, the longest span of a rank, and the result that finish.py describes."""
+        first, second, meaning = self.arrived, self.produced, ARRIVED_ONLY
+        if self.started_by == BY_RECEIVER:
+            first, second, meaning = self.sent, self.arrived, SENT_AND_ARRIVED
+        elif self.produced.size:
+            meaning = ARRIVED_AND_PRODUCED
+        order = self.order
+        result = np.empty((NUM_RESULTS, order.num_ranks))
+        step, span = finish(
+            *self.played.coded, order.rank_of_stage, order.num_microbatches, self.table,
+            self.overhead, self.kinds, self.floats, self.clocks, first, second, meaning, self.cycle,
+            result,
+        )  # fmt: skip
+        return step, span, result
 
     def spans(self) -> Floats:
         """Start and end of every action, and when its message was sent and arrived; see spans.py.
         The step must have been played whole."""
         from pptune.simulator.spans import fill_spans
 
-        codes, lengths = self.played.coded
-        stride = padded(self.played.num_microbatches)
+        coded = self.played.coded
         kinds = np.empty_like(self.kinds)
         floats = kinds.view(np.float64)
         fill_kinds(
-            self.order.num_ranks, stride, self.rank_of, self.table, self.overhead, BY_RECEIVER,
-            kinds, floats,
+            self.order.num_ranks, self.stride, self.order.rank_of_stage, self.table, self.overhead,
+            BY_RECEIVER, kinds, floats,
         )  # fmt: skip
-        waits = np.empty((0, 0), np.int8)
+        waits = np.empty(0, np.int8)
         if self.started_by == BY_EITHER:
             waits = posts_of(self.played, self.executor).waits
-        spans = np.empty((4, int(lengths.sum())))
+        spans = np.empty((4, int(coded.lengths.sum())))
         fill_spans(
-            codes, lengths, kinds, floats, self.table, self.overhead, self.arrived.reshape(-1),
-            waits, WAITS[self.executor].pairs_send_together, stride, spans,
+            *coded, kinds, floats, self.table, self.overhead, self.arrived, waits,
+            WAITS[self.executor].pairs_send_together, self.stride, spans,
         )  # fmt: skip
         return spans
 
@@ -193,30 +206,15 @@ class Step:
         return deadlock(self.played, self.places.tolist(), self._stuck_on)
 
     def _stuck_on(self, rank: int, action: Action) -> str | None:
+        """What a rank waits for whose next action has its input."""
         if self.started_by != BY_EITHER:
             return None
         name = int(self.sends[rank, PENDING])
-        if name != NONE:
-            kind, microbatch = name >> 32, name & MICROBATCH_MASK
-            stage, work = kind // NUM_KIND >> STAGE_SHIFT, kind // NUM_KIND & WORK_MASK
-            sent = Action(stage, Work(work), microbatch)
-            return f"waits for the message of {sent} to arrive"
-        return "waits for its message, which is not received in the order of sending"
-
-    def finish(self) -> tuple[float, Floats]:
-        """The step time, and the result by rank that finish.py describes."""
-        first, second, meaning = self.arrived, self.produced, ARRIVED_AND_PRODUCED
-        if self.started_by == BY_RECEIVER:
-            first, second, meaning = self.sent, self.arrived, SENT_AND_ARRIVED
-        elif self.started_by == BY_SENDER and not self.wired:
-            meaning = ARRIVED_ONLY
-        result = np.empty((NUM_RESULTS, self.order.num_ranks))
-        step: float = finish(
-            *self.played.coded, self.rank_of, self.order.num_microbatches, self.table,
-            self.overhead, self.kinds, self.floats, self.clocks, first.reshape(-1),
-            second.reshape(-1), meaning, self.cycle, result,
-        )  # fmt: skip
-        return step, result
+        if name == NONE:
+            return "waits for its message, which is not received in the order of sending"
+        kind, microbatch = name >> 32, name & MICROBATCH_MASK
+        stage, work = kind // NUM_KIND >> STAGE_SHIFT, kind // NUM_KIND & WORK_MASK
+        return f"waits for the message of {Action(stage, Work(work), microbatch)} to arrive"
 
 
 def _started_by(order: Order, executor: Executor) -> int:

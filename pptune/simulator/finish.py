@@ -31,14 +31,14 @@ _FORWARD, _BACKWARD = int(Work.FORWARD), int(Work.BACKWARD)
 _INPUT_PART, _WEIGHT_PART = int(Work.BACKWARD_INPUT), int(Work.BACKWARD_WEIGHT)
 
 # Rows of a result, float64[NUM_RESULTS, num_ranks].
-BUSY, BUBBLE, EXPOSED_TRANSFER, OVERHEAD, WARMUP, STEADY, COOLDOWN, SPAN = range(8)
-NUM_RESULTS = 8
+BUSY, BUBBLE, EXPOSED_TRANSFER, OVERHEAD, WARMUP, STEADY, COOLDOWN = range(7)
+NUM_RESULTS = 7
 
 # What `times` and `others` say of a message.
 ARRIVED_ONLY, ARRIVED_AND_PRODUCED, SENT_AND_ARRIVED = range(3)
 
 
-@compiled("float64(int64,int64[::1],float64[::1],float64[::1],float64[::1],int64)")
+@compiled("float64(int64,int64[::1],float64[::1],float64[::1],float64[::1],int64)", inner=True)
 def end_of(code: int, kinds: Any, floats: Any, times: Any, others: Any, meaning: int) -> Any:
     """When a forward or backward was done, from the message it made."""
     kind = (code & KIND_MASK) * NUM_KIND
@@ -51,18 +51,19 @@ def end_of(code: int, kinds: Any, floats: Any, times: Any, others: Any, meaning:
 
 
 @compiled(
-    "float64(int64[:,::1],int64[::1],int64[::1],int64,float64[:,::1],float64[::1],int64[::1],"
+    "UniTuple(float64,2)(int64[::1],int64,int64[::1],int64[::1],int64,float64[:,::1],float64[::1],int64[::1],"
     "float64[::1],float64[:,::1],float64[::1],float64[::1],int64,int64[::1],float64[:,::1])"
 )
 def finish(
-    codes: Any, lengths: Any, rank_of: Any, num_microbatches: int, costs: Any, overhead: Any,
-    kinds: Any, floats: Any, clocks: Any, times: Any, others: Any, meaning: int, cycle: Any,
-    result: Any,
-) -> float:  # fmt: skip
-    """Fill `result` and return the step time. `num_microbatches` is that of the whole step."""
+    codes: Any, width: int, lengths: Any, rank_of: Any, num_microbatches: int, costs: Any,
+    overhead: Any, kinds: Any, floats: Any, clocks: Any, times: Any, others: Any, meaning: int,
+    cycle: Any, result: Any,
+) -> tuple[float, float]:  # fmt: skip
+    """Fill `result`; the step time and the longest span of a rank from first to last action.
+    `num_microbatches` is that of the whole step."""
     num_ranks, num_stages = lengths.size, rank_of.size
     late = clocks[0, LATE]
-    step = 0.0
+    step, span = 0.0, 0.0
     for rank in range(num_ranks):
         step = max(step, clocks[rank, NOW] + late)
         result[EXPOSED_TRANSFER, rank] = clocks[rank, EXPOSED]
@@ -84,22 +85,22 @@ def finish(
     for rank in range(num_ranks):
         result[BUSY, rank] = clocks[rank, SPENT] - result[OVERHEAD, rank]
         result[BUBBLE, rank] = step - clocks[rank, SPENT] - result[EXPOSED_TRANSFER, rank]
-        first = codes[rank, 0]
-        at = 0
-        while codes[rank, at] & WORK_MASK == _FORWARD:
+        first = rank * width
+        at = first
+        while codes[at] & WORK_MASK == _FORWARD:
             at += 1
-        backward = codes[rank, at]
-        at = lengths[rank] - 1
-        while codes[rank, at] & WORK_MASK != _FORWARD:
+        backward = codes[at]
+        at = first + lengths[rank] - 1
+        while codes[at] & WORK_MASK != _FORWARD:
             at -= 1
-        last_forward = end_of(codes[rank, at], kinds, floats, times, others, meaning) + late
-        started = end_of(first, kinds, floats, times, others, meaning)
-        started -= costs[_FORWARD, first >> STAGE_SHIFT & STAGE_MASK] + overhead[_FORWARD]
+        last_forward = end_of(codes[at], kinds, floats, times, others, meaning) + late
+        started = end_of(codes[first], kinds, floats, times, others, meaning)
+        started -= costs[_FORWARD, codes[first] >> STAGE_SHIFT & STAGE_MASK] + overhead[_FORWARD]
         warm = end_of(backward, kinds, floats, times, others, meaning)
         work, stage = backward & WORK_MASK, backward >> STAGE_SHIFT & STAGE_MASK
         warm = min(warm - costs[work, stage] - overhead[work], last_forward)
         result[WARMUP, rank] = warm
         result[STEADY, rank] = last_forward - warm
         result[COOLDOWN, rank] = step - last_forward
-        result[SPAN, rank] = clocks[rank, ENDED] + late - started
-    return step
+        span = max(span, clocks[rank, ENDED] + late - started)
+    return step, span

@@ -29,8 +29,10 @@ _BACKWARD = int(Work.BACKWARD)
 _WEIGHT = int(Work.BACKWARD_WEIGHT)
 
 
-@compiled("void(int64[:,::1],int64[::1],int64,int64[::1],int32[:,::1])")
-def _count_extra(codes: Any, lengths: Any, num_microbatches: int, done: Any, extra: Any) -> None:
+@compiled("void(int64[::1],int64,int64[::1],int64,int64[::1],int32[::1])", inner=True)
+def _count_extra(
+    codes: Any, width: int, lengths: Any, num_microbatches: int, done: Any, extra: Any
+) -> None:
     """Ticks that torch's own entries take before every action.
 
     Parameters of the next three stages of a rank's list are kept gathered: a stage that leaves that
@@ -38,29 +40,30 @@ def _count_extra(codes: Any, lengths: Any, num_microbatches: int, done: Any, ext
     reduce its gradients.
     """
     for rank in range(lengths.size):
+        begin, end = rank * width, rank * width + lengths[rank]
         recent = (NONE, NONE, NONE)
-        for at in range(lengths[rank] - 1, -1, -1):
-            stage = codes[rank, at] >> STAGE_SHIFT & STAGE_MASK
-            if at + 1 < lengths[rank]:
-                extra[rank, at + 1] = 0
-            if stage == recent[0] or stage == recent[1] or stage == recent[2]:
-                if stage == recent[1]:
-                    recent = (stage, recent[0], recent[2])
-                elif stage == recent[2]:
-                    recent = (stage, recent[0], recent[1])
-                continue
-            if at + 1 < lengths[rank]:
-                extra[rank, at + 1] = 1 if recent[2] == NONE else 2
-            recent = (stage, recent[0], recent[1])
-        extra[rank, 0] = 0
+        for at in range(end - 1, begin - 1, -1):
+            stage = codes[at] >> STAGE_SHIFT & STAGE_MASK
+            # What the next action needs gathered or let go; after the last one nothing is asked.
+            entries = 0
+            if stage == recent[1]:
+                recent = (stage, recent[0], recent[2])
+            elif stage == recent[2]:
+                recent = (stage, recent[0], recent[1])
+            elif stage != recent[0]:
+                entries = 1 if recent[2] == NONE else 2
+                recent = (stage, recent[0], recent[1])
+            if at + 1 < end:
+                extra[at + 1] = entries
+        extra[begin] = 0
         for stage in recent:
-            extra[rank, 0] += stage != NONE
+            extra[begin] += stage != NONE
     done[:] = 0
     for rank in range(lengths.size):
         carried = 0
-        for at in range(lengths[rank]):
-            code = codes[rank, at]
-            extra[rank, at] += carried
+        for at in range(rank * width, rank * width + lengths[rank]):
+            code = codes[at]
+            extra[at] += carried
             carried = 0
             work, stage = code & WORK_MASK, code >> STAGE_SHIFT & STAGE_MASK
             if work in (_BACKWARD, _WEIGHT):
@@ -68,53 +71,55 @@ def _count_extra(codes: Any, lengths: Any, num_microbatches: int, done: Any, ext
                 carried += done[stage] == num_microbatches
             if code >> PAIR_SHIFT != 0:
                 # Nothing goes between the two of a pair.
-                carried += extra[rank, at + 1]
-                extra[rank, at + 1] = 0
+                carried += extra[at + 1]
+                extra[at + 1] = 0
 
 
-@compiled("void(int64[:,::1],int64[::1],int64,int64[::1],int64,int32[::1],int32[:,::1],int32[::1])")
+@compiled(
+    "void(int64[::1],int64,int64[::1],int64,int64[::1],int64,int32[::1],int32[::1],int32[::1])"
+)
 def lower_torch(
-    codes: Any, lengths: Any, num_microbatches: int, rank_of: Any, stride: int, posted_after: Any,
-    ticks: Any, produced_tick: Any,
+    codes: Any, width: int, lengths: Any, num_microbatches: int, rank_of: Any, stride: int,
+    posted_after: Any, ticks: Any, produced_tick: Any,
 ) -> None:  # fmt: skip
     """Fill `posted_after`, `ticks` and `produced_tick` (see posts.py). Where the order deadlocks,
     the rest stays as it is."""
     num_ranks, num_stages = lengths.size, rank_of.size
-    extra = np.empty(codes.shape, np.int32)
-    _count_extra(codes, lengths, num_microbatches, np.empty(num_stages, np.int64), extra)
+    extra = np.empty(codes.size, np.int32)
+    _count_extra(codes, width, lengths, num_microbatches, np.empty(num_stages, np.int64), extra)
     places, free_from = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     progress = True
     while progress:
         progress = False
         for rank in range(num_ranks):
-            at = places[rank]
+            row, at = rank * width, places[rank]
             while at < lengths[rank]:
                 # A pair is one entry, which needs the inputs of both.
-                size = 1 + (codes[rank, at] >> PAIR_SHIFT != 0)
-                tick = free_from[rank] + extra[rank, at]
+                size = 1 + (codes[row + at] >> PAIR_SHIFT != 0)
+                tick = free_from[rank] + extra[row + at]
                 ready = True
                 for member in range(at, at + size):
-                    code = codes[rank, member]
+                    code = codes[row + member]
                     work, stage = code & WORK_MASK, code >> STAGE_SHIFT & STAGE_MASK
                     source = stage - 1 if work == _FORWARD else stage + 1
                     if work == _WEIGHT or not 0 <= source < num_stages or rank_of[source] == rank:
                         continue
-                    row = source if work == _FORWARD else num_stages + source
+                    message = source if work == _FORWARD else num_stages + source
                     microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-                    needed = produced_tick[row * stride + microbatch]
+                    needed = produced_tick[message * stride + microbatch]
                     ready = ready and needed != NONE
                     # A lower rank goes first in a tick.
                     tick = max(tick, needed + (rank_of[source] > rank))
                 if not ready:
                     break
                 for member in range(at, at + size):
-                    code = codes[rank, member]
+                    code = codes[row + member]
                     work, stage = code & WORK_MASK, code >> STAGE_SHIFT & STAGE_MASK
-                    ticks[rank, member] = tick
+                    ticks[row + member] = tick
                     if work != _WEIGHT:
-                        row = stage if work == _FORWARD else num_stages + stage
+                        message = stage if work == _FORWARD else num_stages + stage
                         microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-                        produced_tick[row * stride + microbatch] = tick
+                        produced_tick[message * stride + microbatch] = tick
                 free_from[rank] = tick + 1
                 at += size
                 progress = True
@@ -124,7 +129,7 @@ def lower_torch(
         # Ticks only grow along a list, so one pass over each receiver's list is enough.
         following[:] = 0
         for at in range(places[rank]):
-            code = codes[rank, at]
+            code = codes[rank * width + at]
             work, stage = code & WORK_MASK, code >> STAGE_SHIFT & STAGE_MASK
             target = stage + 1 if work == _FORWARD else stage - 1
             if work == _WEIGHT or not 0 <= target < num_stages or rank_of[target] == rank:
@@ -132,11 +137,11 @@ def lower_torch(
             receiver = rank_of[target]
             link = 0 if (receiver - rank) % num_ranks == 1 else 1
             # What the receiver has done by then, in the same tick only if it is the lower rank.
-            until = ticks[rank, at] + (receiver < rank)
+            until = ticks[rank * width + at] + (receiver < rank)
             position = following[link]
-            while position < places[receiver] and ticks[receiver, position] < until:
+            while position < places[receiver] and ticks[receiver * width + position] < until:
                 position += 1
             following[link] = position
-            row = stage if work == _FORWARD else num_stages + stage
+            message = stage if work == _FORWARD else num_stages + stage
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-            posted_after[row * stride + microbatch] = position - 1
+            posted_after[message * stride + microbatch] = position - 1

@@ -40,25 +40,23 @@ _U = np.uint64
 
 
 @compiled(
-    "int64(int64[:,::1],int64[::1],int64[::1],float64[::1],int64,boolean,boolean,"
-    "float64[:,::1],int64[::1],float64[::1],float64[::1],float64[:,::1],"
-    "float64[:,::1],int32[::1],int32[:,::1],int32[::1],int64[::1],int64[::1])"
+    "int64(int64[::1],int64,int64[::1],int64[::1],float64[::1],int64,boolean,boolean,"
+    "float64[:,::1],int64[::1],float64[::1],float64[::1],float64[:,::1],float64[::1],"
+    "int32[::1],int32[::1],int32[::1],int64[::1],int64[::1],int64[::1])"
 )
 def play(
-    codes: Any, lengths: Any, kinds: Any, floats: Any, stride: int, wired: bool, lowered: bool,
-    clocks: Any, places: Any, times: Any, others: Any, free: Any,
-    done: Any, posted_after: Any, ticks: Any, produced_tick: Any, cycle: Any, cuts: Any,
+    codes: Any, width: int, lengths: Any, kinds: Any, floats: Any, stride: int, wired: bool,
+    lowered: bool, clocks: Any, places: Any, times: Any, others: Any, free: Any, done: Any,
+    posted_after: Any, ticks: Any, produced_tick: Any, cycle: Any, cuts: Any, limits: Any,
 ) -> int:  # fmt: skip
     """Play on from where the arrays stand, to the end or to the last cut; how that went.
 
     `times` says when each message arrives and `others`, where wires are occupied, when it was
     produced. With `lowered` receives, a message is started by the receiver: `times` then says when
-    it was sent, `others` when it arrives, and `done` when a rank had done an action.
+    it was sent, `others` when it arrives, and `done` when a rank had done an action. `limits` is
+    room for a number per rank.
     """
     num_ranks = lengths.size
-    width, done_width = codes.shape[1], done.shape[1]
-    flat, flat_done, flat_free = codes.ravel(), done.ravel(), free.ravel()
-    limits = np.empty(num_ranks, np.int64)
     status = GO_ON
     while status == GO_ON:
         remaining = set_limits(lengths, places, cycle, cuts, limits)
@@ -69,11 +67,11 @@ def play(
                 at, limit = places[rank], limits[rank]
                 if at == limit:
                     continue
-                row, done_row = rank * width, rank * done_width + 1
+                row, done_row = rank * width, rank * (width + 1) + 1
                 now, spent, exposed = clocks[rank, NOW], clocks[rank, SPENT], clocks[rank, EXPOSED]
                 remaining += at
                 while at < limit:
-                    code = flat[_U(row + at)]
+                    code = codes[_U(row + at)]
                     kind = (code & KIND_MASK) * NUM_KIND
                     microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
                     slot = _U(kinds[_U(kind + INPUT)] + microbatch)
@@ -83,11 +81,11 @@ def play(
                     lag = floats[_U(kind + FLOAT_INPUT_LAG)]
                     if lowered:
                         produced = arrived - lag
-                        posted = flat_done[_U(done_row + posted_after[slot])]
+                        posted = done[_U(done_row + posted_after[slot])]
                         link = _U(kinds[_U(kind + LINK)])
-                        left = max(max(arrived, posted), flat_free[link])
+                        left = max(max(arrived, posted), free[0, link])
                         left += floats[_U(kind + FLOAT_WIRE)]
-                        flat_free[link] = left
+                        free[0, link] = left
                         arrived = left + floats[_U(kind + FLOAT_LATENCY)]
                         others[slot] = arrived
                         lag = arrived - produced
@@ -102,14 +100,14 @@ def play(
                     left = now
                     slot = _U(kinds[_U(kind + OUTPUT)] + microbatch)
                     if lowered:
-                        flat_done[_U(done_row + at)] = now
+                        done[_U(done_row + at)] = now
                         times[slot] = now
                     else:
                         if wired:
                             others[slot] = now - floats[_U(kind + FLOAT_SEND)]
                             link = _U(kinds[_U(kind + LINK)])
-                            left = max(now, flat_free[link]) + floats[_U(kind + FLOAT_WIRE)]
-                            flat_free[link] = left
+                            left = max(now, free[0, link]) + floats[_U(kind + FLOAT_WIRE)]
+                            free[0, link] = left
                         times[slot] = left + floats[_U(kind + FLOAT_LATENCY)]
                     at += 1
                 remaining -= at
@@ -117,7 +115,7 @@ def play(
                 clocks[rank, NOW], clocks[rank, SPENT], clocks[rank, EXPOSED] = now, spent, exposed
         if cuts[CUTTING] == 0:
             for rank in range(num_ranks):
-                kind = (codes[rank, lengths[rank] - 1] & KIND_MASK) * NUM_KIND
+                kind = (codes[rank * width + lengths[rank] - 1] & KIND_MASK) * NUM_KIND
                 clocks[rank, ENDED] = clocks[rank, NOW] - floats[kind + FLOAT_SEND]
             return DONE if remaining == 0 else DEADLOCK
         if remaining > 0:
@@ -127,17 +125,18 @@ def play(
         elif (
             cuts[SAVED] != NONE
             and same_state(
-                codes, lengths, places, kinds, clocks, free, times, others, stride, cycle, cuts
+                codes, width, lengths, places, kinds, clocks, free, times, others, stride, cycle,
+                cuts,
             )
             and (
                 not lowered
                 or same_posts(
-                    codes, lengths, places, kinds, clocks, times, done, posted_after, ticks,
+                    codes, width, lengths, places, kinds, clocks, times, done, posted_after, ticks,
                     produced_tick, stride, cycle, cuts,
                 )
             )
         ):  # fmt: skip
-            status = skip_cycles(lengths, clocks, free, cycle, cuts)
+            status = skip_cycles(clocks, cycle, cuts)
         else:
             status = next_cut(clocks, free, cycle, cuts)
     return status

@@ -31,12 +31,12 @@ START, END, SENT, ARRIVED = range(4)
 
 
 @compiled(
-    "void(int64[:,::1],int64[::1],int64[::1],float64[::1],float64[:,::1],float64[::1],"
-    "float64[::1],int8[:,::1],boolean,int64,float64[:,::1])"
+    "void(int64[::1],int64,int64[::1],int64[::1],float64[::1],float64[:,::1],float64[::1],"
+    "float64[::1],int8[::1],boolean,int64,float64[:,::1])"
 )
 def fill_spans(
-    codes: Any, lengths: Any, kinds: Any, floats: Any, costs: Any, overhead: Any, arrived: Any,
-    waits: Any, pairs_together: bool, stride: int, spans: Any,
+    codes: Any, width: int, lengths: Any, kinds: Any, floats: Any, costs: Any, overhead: Any,
+    arrived: Any, waits: Any, pairs_together: bool, stride: int, spans: Any,
 ) -> None:  # fmt: skip
     """Fill `spans`, float64[4, num_actions], rank after rank: start and end of each action, and
     when the message it needed left its sender and arrived, NaN where it needs none.
@@ -48,8 +48,8 @@ def fill_spans(
     for rank in range(lengths.size):
         now, held_s = 0.0, 0.0
         pending = NONE
-        for at in range(lengths[rank]):
-            code = codes[rank, at]
+        for at in range(rank * width, rank * width + lengths[rank]):
+            code = codes[at]
             kind = (code & KIND_MASK) * NUM_KIND
             microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
             slot = kinds[kind + INPUT] + microbatch
@@ -60,7 +60,7 @@ def fill_spans(
                     arrived[slot] - floats[kind + FLOAT_LATENCY] - floats[kind + FLOAT_WIRE]
                 )
                 now = max(now, arrived[slot])
-            if pending != NONE and waits[rank, at - 1] != _AFTER_NEXT:
+            if pending != NONE and waits[at - 1] != _AFTER_NEXT:
                 now = max(now, arrived[pending])
                 pending = NONE
             work, stage = code & WORK_MASK, code >> STAGE_SHIFT & STAGE_MASK
@@ -76,6 +76,6 @@ def fill_spans(
                 now += held_s + floats[kind + FLOAT_SEND]
                 held_s = 0.0
             slot = kinds[kind + OUTPUT] + microbatch
-            if waits.size > 0 and waits[rank, at] != _NEVER and arrived[slot] >= 0.0:
+            if waits.size > 0 and waits[at] != _NEVER and arrived[slot] >= 0.0:
                 pending = slot
             column += 1

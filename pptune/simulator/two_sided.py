@@ -7,8 +7,6 @@ arrive before it goes on.
 
 from typing import Any
 
-import numpy as np
-
 from pptune.executors import Wait
 from pptune.schedules.compiled import compiled
 from pptune.schedules.order import KIND_MASK, MICROBATCH_MASK, MICROBATCH_SHIFT, PAIR_SHIFT
@@ -53,7 +51,7 @@ _MICROBATCH = (1 << _KIND_SHIFT) - 1
 """A message's name: where the kind of its producer begins << 32 | its micro-batch."""
 
 
-@compiled("int64(int64,int64[::1])")
+@compiled("int64(int64,int64[::1])", inner=True)
 def _place(name: int, kinds: Any) -> Any:
     """Where the message is in the message arrays."""
     return kinds[(name >> _KIND_SHIFT) + OUTPUT] + (name & _MICROBATCH)
@@ -61,22 +59,24 @@ def _place(name: int, kinds: Any) -> Any:
 
 @compiled(
     "float64(int64,int64,int64[::1],float64[::1],float64[::1],float64[::1],float64[:,::1],"
-    "float64[:,::1],int32[::1],int64[::1],int64[:,::1])"
+    "float64[::1],int64,int32[::1],int64[::1],int64[:,::1])",
+    inner=True,
 )
 def _arrival(
     slot: int, link: int, kinds: Any, floats: Any, sent: Any, arrived: Any, free: Any, done: Any,
-    posted_after: Any, following: Any, queues: Any,
+    width: int, posted_after: Any, following: Any, queues: Any,
 ) -> Any:  # fmt: skip
     """When the message arrives, or UNKNOWN while it, or one sent before it on its link, is not
     posted at both ends. Starts what can start."""
     if arrived[slot] >= 0.0 or sent[slot] < 0.0:
         return arrived[slot]
-    num_ranks = done.shape[0]
+    num_ranks = done.size // (width + 1)
     receiver = (link // 2 + (1 if link % 2 == 0 else num_ranks - 1)) % num_ranks
+    row = receiver * (width + 1) + 1
     while True:
         first = queues[link, NEXT]
         at, kind = _place(first, kinds), first >> _KIND_SHIFT
-        posted = done[receiver, posted_after[at] + 1]
+        posted = done[row + posted_after[at]]
         if posted < 0.0:
             return UNKNOWN
         left = max(max(sent[at], posted), free[0, link]) + floats[kind + FLOAT_WIRE]
@@ -87,7 +87,7 @@ def _arrival(
             return arrived[at]
 
 
-@compiled("void(int64,float64,int64[::1],float64[::1],int64[::1],int64[:,::1])")
+@compiled("void(int64,float64,int64[::1],float64[::1],int64[::1],int64[:,::1])", inner=True)
 def _send(name: int, now: float, kinds: Any, sent: Any, following: Any, queues: Any) -> None:
     """Post a message: put it behind the others of its link."""
     slot, link = _place(name, kinds), kinds[(name >> _KIND_SHIFT) + LINK]
@@ -100,7 +100,9 @@ def _send(name: int, now: float, kinds: Any, sent: Any, following: Any, queues: 
     queues[link, LAST] = name
 
 
-@compiled("boolean(float64[:,::1],int64[:,::1],int64[::1],float64[::1],int64[::1],int64[::1])")
+@compiled(
+    "boolean(float64[:,::1],int64[:,::1],int64[::1],float64[::1],int64[::1],int64[::1])", inner=True
+)
 def _same_pending(clocks: Any, sends: Any, kinds: Any, arrived: Any, cycle: Any, cuts: Any) -> bool:
     """Whether messages that ranks wait to see arrive are those of the saved cut, moved."""
     shift = clocks[0, NOW] - clocks[0, SAVED_NOW]
@@ -114,21 +116,21 @@ def _same_pending(clocks: Any, sends: Any, kinds: Any, arrived: Any, cycle: Any,
 
 
 @compiled(
-    "int64(int64[:,::1],int64[::1],int64[::1],float64[::1],int64,boolean,"
+    "int64(int64[::1],int64,int64[::1],int64[::1],float64[::1],int64,boolean,"
     "float64[:,::1],int64[::1],int64[:,::1],float64[::1],float64[::1],float64[::1],float64[:,::1],"
-    "float64[:,::1],int64[::1],int64[:,::1],int8[:,::1],int32[::1],int32[:,::1],int32[::1],"
-    "int64[::1],int64[::1])"
+    "float64[::1],int64[::1],int64[:,::1],int8[::1],int32[::1],int32[::1],int32[::1],"
+    "int64[::1],int64[::1],int64[::1])"
 )
 def play_two_sided(
-    codes: Any, lengths: Any, kinds: Any, floats: Any, stride: int, pairs_together: bool,
-    clocks: Any, places: Any, sends: Any, sent: Any, arrived: Any, produced: Any, free: Any,
-    done: Any, following: Any, queues: Any, waits: Any, posted_after: Any, ticks: Any,
-    produced_tick: Any, cycle: Any, cuts: Any,
+    codes: Any, width: int, lengths: Any, kinds: Any, floats: Any, stride: int,
+    pairs_together: bool, clocks: Any, places: Any, sends: Any, sent: Any, arrived: Any,
+    produced: Any, free: Any, done: Any, following: Any, queues: Any, waits: Any,
+    posted_after: Any, ticks: Any, produced_tick: Any, cycle: Any, cuts: Any, limits: Any,
 ) -> int:  # fmt: skip
-    """Play on from where the arrays stand, to the end or to the last cut; how that went."""
+    """Play on from where the arrays stand, to the end or to the last cut; how that went. `limits`
+    is room for a number per rank."""
     num_ranks = lengths.size
     no_input, no_link = sent.size - 2 * stride, 2 * num_ranks
-    limits = np.empty(num_ranks, np.int64)
     status = GO_ON
     while status == GO_ON:
         remaining = set_limits(lengths, places, cycle, cuts, limits)
@@ -138,18 +140,20 @@ def play_two_sided(
             for rank in range(num_ranks):
                 at, limit = places[rank], limits[rank]
                 now, spent, exposed = clocks[rank, NOW], clocks[rank, SPENT], clocks[rank, EXPOSED]
+                row, done_row = rank * width, rank * (width + 1) + 1
                 begin = at
                 while at < limit:
-                    code = codes[rank, at]
+                    code = codes[row + at]
                     kind = (code & KIND_MASK) * NUM_KIND
                     microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
                     pending = sends[rank, PENDING]
                     wait, own = _NEVER, 0.0
                     if pending != NONE:
-                        wait = waits[rank, at - 1]
+                        wait = waits[row + at - 1]
                         own = _arrival(
                             _place(pending, kinds), kinds[(pending >> _KIND_SHIFT) + LINK], kinds,
-                            floats, sent, arrived, free, done, posted_after, following, queues,
+                            floats, sent, arrived, free, done, width, posted_after, following,
+                            queues,
                         )  # fmt: skip
                     output = kinds[kind + OUTPUT] + microbatch
                     if sends[rank, HALFWAY] == 0:
@@ -158,7 +162,7 @@ def play_two_sided(
                                 break
                             exposed += max(own - now, 0.0)
                             now = max(now, own)
-                            done[rank, at] = now
+                            done[done_row + at - 1] = now
                             sends[rank, PENDING] = NONE
                             progress = True
                         release, source_end = now, now
@@ -166,7 +170,7 @@ def play_two_sided(
                         if kinds[kind + INPUT] != no_input:
                             release = _arrival(
                                 slot, kinds[kind + INPUT_LINK], kinds, floats, sent, arrived, free,
-                                done, posted_after, following, queues,
+                                done, width, posted_after, following, queues,
                             )  # fmt: skip
                             if release < 0.0:
                                 break
@@ -206,10 +210,10 @@ def play_two_sided(
                         if kinds[kind + LINK] != no_link:
                             now += floats[kind + FLOAT_SEND]
                             _send(name, now, kinds, sent, following, queues)
-                            if waits[rank, at] != _NEVER:
+                            if waits[row + at] != _NEVER:
                                 sends[rank, PENDING] = name
-                    if sends[rank, PENDING] == NONE or waits[rank, at] != _BEFORE_RECEIVE:
-                        done[rank, at + 1] = now
+                    if sends[rank, PENDING] == NONE or waits[row + at] != _BEFORE_RECEIVE:
+                        done[done_row + at] = now
                     at += 1
                 remaining -= at - begin
                 progress = progress or at > begin
@@ -231,18 +235,20 @@ def play_two_sided(
         elif (
             cuts[SAVED] != NONE
             and same_state(
-                codes, lengths, places, kinds, clocks, free, sent, arrived, stride, cycle, cuts
+                codes, width, lengths, places, kinds, clocks, free, sent, arrived, stride, cycle,
+                cuts,
             )
             and same_state(
-                codes, lengths, places, kinds, clocks, free, sent, produced, stride, cycle, cuts
+                codes, width, lengths, places, kinds, clocks, free, sent, produced, stride, cycle,
+                cuts,
             )
             and same_posts(
-                codes, lengths, places, kinds, clocks, sent, done, posted_after, ticks,
+                codes, width, lengths, places, kinds, clocks, sent, done, posted_after, ticks,
                 produced_tick, stride, cycle, cuts,
             )
             and _same_pending(clocks, sends, kinds, arrived, cycle, cuts)
         ):  # fmt: skip
-            status = skip_cycles(lengths, clocks, free, cycle, cuts)
+            status = skip_cycles(clocks, cycle, cuts)
         else:
             status = next_cut(clocks, free, cycle, cuts)
     return status

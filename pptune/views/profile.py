@@ -234,6 +234,8 @@ def _remarks(profile: Profile) -> list[str]:
     if profile.interference_ratio is not None:
         remarks.append(
             f"Compute takes {format_ratio(profile.interference_ratio)} longer while messages move."
+            if profile.interference_ratio > 0
+            else "Layer times hold inside the running pipeline, with messages moving."
         )
     remarks.append(_memory_remark(profile.memory))
     if profile.machine.memory_bytes is not None:
