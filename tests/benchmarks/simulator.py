@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 
 from pptune.cost_model import CostModel, Setting
@@ -136,7 +137,7 @@ def mixed_plans(num_plans: int) -> list[Plan]:
                 num_chunks=num_chunks,
                 microbatch_size=rng.choice(SIZES),
                 num_microbatches=NUM_RANKS * rng.randint(1, 16),
-                layers_per_stage=tuple(b - a for a, b in zip(edges, edges[1:], strict=False)),
+                layers_per_stage=tuple(b - a for a, b in pairwise(edges)),
             )
         )
     return plans
