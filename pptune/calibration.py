@@ -32,6 +32,9 @@ _MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
 
 _CORRECTION_ROUNDS = 3
 
+_LEAST_LIMIT_S = 0.2e-3
+"""Added to the largest correction, for runtimes whose recorded overhead is next to nothing."""
+
 _BURST_FACTORS = (0.8, 1.1)
 """Median steps are not further than this from the sums of mean times."""
 
@@ -161,7 +164,9 @@ def apply_calibration(
     for executor, own in by_executor.items():
         first = recorded[executor]
         steps_s = {run.plan: run.step_s for run in own}
-        overheads[executor] = _corrected(bare, constants, executor, first, steps_s)
+        # A correction as large as what was recorded is noise, not overhead.
+        limit_s = _LEAST_LIMIT_S + max(first.forward_s, first.backward_s)
+        overheads[executor] = _corrected(bare, constants, executor, first, steps_s, limit_s)
     labels = {*profile.calibration_plans, *(run.plan.label for run in runs)}
     return msgspec.structs.replace(
         profile,
@@ -280,7 +285,7 @@ def recalibrate(profile: Profile, steps_s: Mapping[Plan, float]) -> Profile:
                if model.executor(plan) == executor}  # fmt: skip
         overhead = overheads.get(executor, Overhead(forward_s=0.0, backward_s=0.0))
         for _ in range(_CORRECTION_ROUNDS):
-            overhead = _corrected(profile, constants, executor, overhead, own)
+            overhead = _corrected(profile, constants, executor, overhead, own, _MAX_EXTRA_S)
             overhead = _corrected_hop(profile, constants, executor, overhead, own)
         overheads[executor] = overhead
     labels = {*profile.calibration_plans, *(plan.label for plan in steps_s)}
@@ -417,6 +422,7 @@ def _corrected(
     executor: Executor,
     overhead: Overhead,
     steps_s: Mapping[Plan, float],
+    limit_s: float,
 ) -> Overhead:
     """`overhead` with one correction per action, the one that fits whole steps best.
 
@@ -428,7 +434,7 @@ def _corrected(
         return _misfit(bare, constants, {executor: _shifted(overhead, extra_s)}, steps_s)
 
     lowest = -min(overhead.forward_s, overhead.backward_s)
-    return _shifted(overhead, _least(misfit, lowest, _MAX_EXTRA_S))
+    return _shifted(overhead, _least(misfit, lowest, limit_s))
 
 
 def _corrected_hop(

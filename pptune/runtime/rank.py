@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from pptune.errors import PptuneError, UsageError
+from pptune.errors import UsageError
 from pptune.runtime.channel import Channel, Notice
 from pptune.runtime.context import RankContext
 
@@ -116,7 +116,9 @@ def _join(
 
 def _failed(error: BaseException) -> dict[str, Any]:
     """The event that tells the agent. `usage` is text where the user asked for the impossible."""
-    cause = error.__cause__ if isinstance(error, PptuneError) and error.__cause__ else error
+    cause = error
+    while cause.__cause__ is not None:  # torch and we wrap what the user's code raised
+        cause = cause.__cause__
     return {
         "event": "failed",
         "reason": _reason(error),
