@@ -137,7 +137,8 @@ class Agent:
                 child.answer = {"number": message["number"], "result": message["result"]}
             case "failed":
                 how = "ran out of memory" if message["reason"] == "oom" else "failed"
-                lines = message["traceback"].strip().splitlines()[-_TRACEBACK_LINES:]
+                lines = [line for line in message["traceback"].strip().splitlines()
+                         if line.strip(" ^~")][-_TRACEBACK_LINES:]  # fmt: skip
                 child.answer = {
                     "failed": message["reason"], "usage": message["usage"],
                     "message": f"rank {child.rank} {how} while {child.doing}:\n"
