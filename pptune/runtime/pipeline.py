@@ -209,6 +209,7 @@ class PlanRunner:
 
     def forward_backward(self) -> None:
         """The schedule alone. `return_outputs=False`: a training loop keeps only the losses."""
+        self._say("the start of a step")
         arguments = (self._inputs,) if self._has_first else ()
         target = {"target": self._targets} if self._has_last else {}
         self.schedule.step(*arguments, **target, losses=[], return_outputs=False)
