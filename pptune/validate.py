@@ -101,11 +101,13 @@ def validate(
             profile, entries = rehearsed(profile, entries, run, watch)
         else:
             run = runner(ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s)
+        cost_s = recording_cost_s(ranks, entries) if request.rounds.record_timeline else None
         blank = ValidationFile(
             mode=request.mode,
             machine=None if profile is None else profile.machine,
             plans_digest=digest,
             settings={"global_batch_size": str(plans.global_batch_size)},
+            recording_cost_s=cost_s,
             runs=(),
             summary=None,
         )
@@ -191,6 +193,12 @@ def check_trusted(model: ModelSpec, named: str | None) -> None:
             f"--model is {named}, but the plans are for {model.entry or model.name}; give the "
             "plans of that model, or its name"
         )
+
+
+def recording_cost_s(ranks: Ranks, entries: Sequence[Entry]) -> float:
+    """Seconds per recorded event on the slowest rank, measured on the ranks that will record."""
+    first = entries[0].plan
+    return float(max(ranks.group(first.num_ranks * first.data_parallel).run("recording_cost")))
 
 
 def entries_of(plans: PlansFile, request: Request) -> list[Entry]:

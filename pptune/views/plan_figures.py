@@ -175,10 +175,14 @@ def memory_bars(
 
 def where_the_step_goes(plans: PlansFile) -> Figure | None:
     """Stacked parts of the slowest rank's step: the first candidates and the baseline."""
-    steps = [(short_label(row.plan.label), row.estimate.breakdown_s)
-             for row in plans.candidates[:MAX_STACKS]]  # fmt: skip
+    breakdowns = {
+        short_label(row.plan.label): row.estimate.breakdown_s
+        for row in plans.candidates[:MAX_STACKS]
+    }
     if plans.baseline is not None:
-        steps.append((short_label(plans.baseline.plan.label), plans.baseline.estimate.breakdown_s))
+        # By label: bars of one label, a candidate that is the baseline too, would add up.
+        breakdowns[short_label(plans.baseline.plan.label)] = plans.baseline.estimate.breakdown_s
+    steps = list(breakdowns.items())
     if not steps:
         return None
     unit, scale = seconds_unit([value for _, parts in steps for value in _values(parts)])

@@ -72,7 +72,11 @@ def breakdowns_sheet(validation: ValidationFile) -> Sheet:
         rows=tuple(rows),
         notes=()
         if validation.recording_cost_s is None
-        else (f"Recording one event costs {format_seconds(validation.recording_cost_s)}.",),
+        else (
+            f"Recording costs {format_seconds(validation.recording_cost_s)} per action and rank: "
+            f"at most {format_seconds(validation.recording_cost_s * _most_actions(validation))} "
+            "of a step.",
+        ),
     )
 
 
@@ -112,6 +116,17 @@ def _title(validation: ValidationFile) -> str:
 
 def _parts(parts: Breakdown) -> list[float]:
     return [getattr(parts, name) for name in PARTS]
+
+
+def _most_actions(validation: ValidationFile) -> int:
+    """Actions of the busiest rank's step, over the plans that ran."""
+    return max(
+        (
+            (3 if run.plan.splits_backward else 2) * run.plan.num_microbatches * run.plan.num_chunks
+            for run in validation.runs
+        ),
+        default=0,
+    )
 
 
 def _is_winner(run: Run, summary: Summary | None) -> bool:
