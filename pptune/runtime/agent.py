@@ -81,7 +81,8 @@ class Agent:
         try:
             # A process group of its own, so that what the user's model starts ends with it.
             process = subprocess.Popen(
-                [sys.executable, "-m", "pptune.runtime.rank"],
+                # The number is for whoever looks at the list of processes.
+                [sys.executable, "-m", "pptune.runtime.rank", str(rank)],
                 env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
                 pass_fds=[theirs.fileno(), notice.descriptor], process_group=0,
             )  # fmt: skip
