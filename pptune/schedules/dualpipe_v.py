@@ -65,11 +65,12 @@ def order(shape: Shape) -> Order:
 def _cycle(num_ranks: int, num_microbatches: int) -> Cycle | None:
     """The main step's pairs, forward down with backward up and forward up with backward down; from
     the second on, because the last rank's first pair is not overlapped."""
-    count = num_microbatches - 2 * num_ranks
+    count, rest = divmod(num_microbatches - 2 * num_ranks, num_ranks)
     if count < 1:
         return None
     # Before it rank r does 5 (P - 1 - r) + 2 (r + 1) actions and the first 4 of the main step.
-    return Cycle(1, 4, 5 * (num_ranks - 1) + 2 + 4, -3, count)
+    first = 5 * (num_ranks - 1) + 2 + 4 * (1 + rest)
+    return Cycle(num_ranks, 4 * num_ranks, first, -3, count)
 
 
 @compiled(

@@ -34,7 +34,7 @@ def looped_order(shape: Shape, *, warmup_per_hop: int, weight_lag: int = NO_SPLI
     """The order of this family for `shape`. Raises PlanError for a group size that deadlocks."""
     num_ranks, num_chunks, num_microbatches, group = shape
     if num_chunks == 1:
-        group = 1
+        group = num_ranks  # Only the size of a cycle, see Cycle.
     per_backward = 1 if weight_lag == NO_SPLIT else 2
 
     def make() -> Codes:
@@ -101,16 +101,21 @@ def _cycle(
     per_cycle = num_chunks * group
     skew = 1 if num_chunks > 1 and warmup_per_hop == 2 else 0
     warmup = (num_chunks - 1) * group + warmup_per_hop * (num_ranks - 1)
-    pairs = num_microbatches // group * per_cycle - warmup
+    grouped = num_microbatches if num_chunks == 1 else num_microbatches // group * per_cycle
+    pairs = grouped - warmup
     settled = max(weight_lag, 0) * (num_ranks - 1)
     count = (pairs - settled) // per_cycle
     if count < 1:
         return None
     first = pairs - count * per_cycle
-    if weight_lag == NO_SPLIT:
-        return Cycle(group, 2 * per_cycle, warmup + 2 * first, 2 * skew - warmup_per_hop, count)
+    per_pair, lag = (2, 0) if weight_lag == NO_SPLIT else (3, weight_lag)
     return Cycle(
-        group, 3 * per_cycle, warmup + 3 * first, 3 * skew - warmup_per_hop - weight_lag, count
+        num_microbatches=group,
+        num_actions=per_pair * per_cycle,
+        first_start=warmup + per_pair * first,
+        start_per_rank=per_pair * skew - warmup_per_hop - lag,
+        num_cycles=count,
+        num_settling=2 if num_chunks == 1 else 1,
     )
 
 

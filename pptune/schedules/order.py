@@ -48,7 +48,11 @@ def padded(size: int) -> int:
 
 class Cycle(NamedTuple):
     """The part of an order that repeats: `num_cycles` times the same actions on every rank, each
-    time with micro-batches higher by `num_microbatches`."""
+    time with micro-batches higher by `num_microbatches`.
+
+    Schedules without groups repeat after every micro-batch. Their cycles are P of them all the
+    same: a step's times repeat after as many as its slowest loop of waits holds, often P.
+    """
 
     num_microbatches: int
     num_actions: int
@@ -58,6 +62,8 @@ class Cycle(NamedTuple):
     start_per_rank: int
     """How much later it begins in each further rank's list; negative where it begins earlier."""
     num_cycles: int
+    num_settling: int = 2
+    """Cycles in which times usually settle after the first of them has begun."""
 
 
 class Shape(NamedTuple):

@@ -40,11 +40,11 @@ def order(shape: Shape) -> Order:
 
 def _cycle(num_ranks: int, num_microbatches: int) -> Cycle | None:
     """The stable phase: forward, input and weight part of either stage, once per micro-batch."""
-    count = num_microbatches - (2 * num_ranks - 1)
+    count, rest = divmod(num_microbatches - (2 * num_ranks - 1), num_ranks)
     if count < 1:
         return None
     # Warmup of rank r: 2 (P - r) - 1 forwards, r pairs of forwards, P - r triples.
-    return Cycle(1, 6, 5 * num_ranks - 1, -3, count)
+    return Cycle(num_ranks, 6 * num_ranks, 5 * num_ranks - 1 + 6 * rest, -3, count)
 
 
 @compiled("int64(int64[::1],int64,int64,int64,int64)", inner=True)

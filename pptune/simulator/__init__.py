@@ -68,6 +68,8 @@ def simulate(
         raise step.deadlock()
     step_time_s, longest_span_s, result = step.finish()
     busy, bubble, exposed, overhead, warmup, steady, cooldown = result
+    found = _spans(order, step.spans()) if spans else None
+    step.leave()
     return Simulation(
         step_time_s=step_time_s,
         longest_rank_span_s=longest_span_s,
@@ -79,7 +81,7 @@ def simulate(
         steady_s=steady,
         cooldown_s=cooldown,
         extrapolated=step.played is not order,
-        spans=_spans(order, step.spans()) if spans else None,
+        spans=found,
     )
 
 

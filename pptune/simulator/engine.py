@@ -7,7 +7,7 @@ from pptune.errors import PlanError, UsageError
 from pptune.executors import WAITS, Executor, Receive
 from pptune.schedules.action import Action, Work
 from pptune.schedules.deadlock import deadlock
-from pptune.schedules.order import MICROBATCH_MASK, STAGE_SHIFT, WORK_MASK, Order, padded
+from pptune.schedules.order import MICROBATCH_MASK, STAGE_SHIFT, WORK_MASK, Order
 from pptune.simulator.arrays import (
     CUT,
     CUTTING,
@@ -22,7 +22,6 @@ from pptune.simulator.arrays import (
     PENDING,
     SAVED,
     UNALIGNED,
-    UNKNOWN,
 )
 from pptune.simulator.costs import Costs
 from pptune.simulator.finish import (
@@ -35,12 +34,12 @@ from pptune.simulator.finish import (
 from pptune.simulator.kinds import BY_EITHER, BY_RECEIVER, BY_SENDER, fill_kinds
 from pptune.simulator.play import play
 from pptune.simulator.posts import posts_of
+from pptune.simulator.room import Room, give_back, take_room
 
 Floats = NDArray[np.float64]
 
 _GROWTH = 4
 """By how much the played part of an order grows while its state has not come back."""
-_NO_FLOATS = np.empty(0)
 _NO_POSTS = (np.empty(0, np.int32),) * 3
 
 
@@ -54,7 +53,7 @@ class Step:
         num_ranks = order.num_ranks
         self.order = self.played = order
         """The order asked for, and the part of it that is played."""
-        self.stride = 0
+        self.room: Room | None = None
         self.executor = executor
         self.started_by = _started_by(order, executor)
         self.clocks = np.zeros((num_ranks, NUM_CLOCK))
@@ -64,9 +63,7 @@ class Step:
         self.kinds = np.empty(4 * order.num_stages * NUM_KIND, np.int64)
         self.floats = self.kinds.view(np.float64)
         self.cycle = np.zeros(NUM_CYCLE, np.int64)
-        self.sent = self.arrived = self.produced = self.done = _NO_FLOATS
         if self.started_by == BY_EITHER:
-            self.following = np.empty(0, np.int64)
             self.queues = np.full((2 * num_ranks, 2), NONE)
             self.sends = np.full((num_ranks, NUM_SENDS), NONE)
             self.sends[:, HALFWAY] = 0
@@ -77,8 +74,8 @@ class Step:
         count = 0 if whole else _first_count(self.order, two_sided=self.started_by != BY_SENDER)
         cuts = np.array((count > 0, 0, NONE))
         while True:
-            self._make_room(count)
-            status = self._run(cuts)
+            room = self._make_room(count)
+            status = self._run(room, cuts)
             if status in (DONE, DEADLOCK):
                 return status == DONE
             assert cycle is not None
@@ -86,91 +83,66 @@ class Step:
             if count == cycle.num_cycles:
                 cuts[CUTTING] = 0
 
-    def _make_room(self, count: int) -> None:
+    def _make_room(self, count: int) -> Room:
         """Set up the order with `count` cycles, or the whole one for 0, keeping what was played."""
-        order = self.order
+        order, shorter, before = self.order, self.room, self.played
         if count:
             assert order.cycle is not None
             self.played = order.with_cycles(count)
             # What a rank posts at a cut looks one cycle ahead: at the last cut, into the cooldown.
             last = count - (self.started_by != BY_SENDER)
             self.cycle[:] = *order.cycle[:4], last, order.cycle.num_cycles - count
-        before, self.stride = self.stride, padded(self.played.num_microbatches)
+        self.room = room = take_room(self.played, self.started_by, self.wired)
+        if shorter is not None:
+            room.take_over(shorter)
+            give_back(before, shorter)
         fill_kinds(
-            order.num_ranks, self.stride, order.rank_of_stage, self.table, self.overhead,
+            order.num_ranks, room.stride, order.rank_of_stage, self.table, self.overhead,
             self.started_by, self.kinds, self.floats,
         )  # fmt: skip
-        self.arrived = self._grown(self.arrived, before)
-        if self.started_by != BY_SENDER:
-            self.sent = self._grown(self.sent, before)
-            self._grow_done()
-        if self.wired or self.started_by == BY_EITHER:
-            self.produced = self._grown(self.produced, before)
-        if self.started_by == BY_EITHER:
-            rows = 2 * order.num_stages + 2
-            following = np.full((rows, self.stride), NONE)
-            if before:
-                following[:, :before] = self.following.reshape(rows, before)
-            self.following = following.reshape(-1)
+        return room
 
-    def _grown(self, old: Floats, before: int) -> Floats:
-        """A message array that begins like `old`, which had room for `before` micro-batches."""
-        rows = 2 * self.order.num_stages + 2
-        new = np.empty(rows * self.stride)
-        if before:
-            table = new.reshape(rows, self.stride)
-            table[:, before:] = UNKNOWN
-            table[:, :before] = old.reshape(rows, before)
-        else:
-            new.fill(UNKNOWN)
-        new[(rows - 2) * self.stride : (rows - 1) * self.stride] = 0.0
-        return new
+    def leave(self) -> None:
+        """Give the arrays back; the step can tell no more."""
+        if self.room is not None:
+            give_back(self.played, self.room)
+            self.room = None
 
-    def _grow_done(self) -> None:
-        """The same for when ranks had done each action, after a column for the step's start."""
-        num_ranks = self.order.num_ranks
-        new = np.full((num_ranks, self.played.coded.width + 1), UNKNOWN)
-        if self.done.size:
-            old = self.done.reshape(num_ranks, -1)
-            kept = min(old.shape[1], new.shape[1])
-            new[:, :kept] = old[:, :kept]
-        new[:, 0] = 0.0
-        self.done = new.reshape(-1)
-
-    def _run(self, cuts: NDArray[np.int64]) -> int:
+    def _run(self, room: Room, cuts: NDArray[np.int64]) -> int:
         """Play on until the end or until more of the order is needed."""
-        common = (*self.played.coded, self.kinds, self.floats, self.stride)
+        common = (*self.played.coded, self.kinds, self.floats, room.stride)
         if self.started_by == BY_SENDER:
             status: int = play(
-                *common, self.wired, False, self.clocks, self.places, self.arrived, self.produced,
-                self.free, self.done, *_NO_POSTS, self.cycle, cuts, self.limits,
+                *common, self.wired, False, self.clocks, self.places, room.arrived, room.produced,
+                self.free, room.done, *_NO_POSTS, self.cycle, cuts, self.limits,
             )  # fmt: skip
             return status
         posts = posts_of(self.played, self.executor)
         placed = (posts.posted_after, posts.ticks, posts.produced_tick)
         if self.started_by == BY_RECEIVER:
             status = play(
-                *common, True, True, self.clocks, self.places, self.sent, self.arrived, self.free,
-                self.done, *placed, self.cycle, cuts, self.limits,
+                *common, True, True, self.clocks, self.places, room.sent, room.arrived, self.free,
+                room.done, *placed, self.cycle, cuts, self.limits,
             )  # fmt: skip
         else:
             from pptune.simulator.two_sided import play_two_sided
 
             status = play_two_sided(
                 *common, WAITS[self.executor].pairs_send_together, self.clocks, self.places,
-                self.sends, self.sent, self.arrived, self.produced, self.free, self.done,
-                self.following, self.queues, posts.waits, *placed, self.cycle, cuts, self.limits,
+                self.sends, room.sent, room.arrived, room.produced, self.free, room.done,
+                room.following, self.queues, posts.waits, *placed, self.cycle, cuts, self.limits,
             )  # fmt: skip
         return status
 
     def finish(self) -> tuple[float, float, Floats]:
         """The step time, the longest span of a rank, and the result that finish.py describes."""
-        first, second, meaning = self.arrived, self.produced, ARRIVED_ONLY
+        order, room = self.order, self.room
+        assert room is not None
+        first, second, meaning = room.arrived, room.produced, ARRIVED_ONLY
         if self.started_by == BY_RECEIVER:
-            first, second, meaning = self.sent, self.arrived, SENT_AND_ARRIVED
-        elif self.produced.size:
+            first, second, meaning = room.sent, room.arrived, SENT_AND_ARRIVED
+        elif room.produced.size:
             meaning = ARRIVED_AND_PRODUCED
-        order = self.order
         result = np.empty((NUM_RESULTS, order.num_ranks))
         step, span = finish(
             *self.played.coded, order.rank_of_stage, order.num_microbatches, self.table,
@@ -184,11 +156,12 @@ class Step:
         The step must have been played whole."""
         from pptune.simulator.spans import fill_spans
 
-        coded = self.played.coded
+        coded, room = self.played.coded, self.room
+        assert room is not None
         kinds = np.empty_like(self.kinds)
         floats = kinds.view(np.float64)
         fill_kinds(
-            self.order.num_ranks, self.stride, self.order.rank_of_stage, self.table, self.overhead,
+            self.order.num_ranks, room.stride, self.order.rank_of_stage, self.table, self.overhead,
             BY_RECEIVER, kinds, floats,
         )  # fmt: skip
         waits = np.empty(0, np.int8)
@@ -196,8 +169,8 @@ class Step:
             waits = posts_of(self.played, self.executor).waits
         spans = np.empty((4, int(coded.lengths.sum())))
         fill_spans(
-            *coded, kinds, floats, self.table, self.overhead, self.arrived, waits,
-            WAITS[self.executor].pairs_send_together, self.stride, spans,
+            *coded, kinds, floats, self.table, self.overhead, room.arrived, waits,
+            WAITS[self.executor].pairs_send_together, room.stride, spans,
         )  # fmt: skip
         return spans
 
@@ -252,18 +225,12 @@ def _check(order: Order, costs: Costs) -> None:
 
 
 def _first_count(order: Order, *, two_sided: bool) -> int:
-    """Cycles to play before the order is made longer, or 0 to play it whole.
-
-    A state comes back after as many micro-batches as a critical loop holds, often P of them; cycles
-    of P and more come back at once.
-    """
+    """Cycles to play before the order is made longer, or 0 to play it whole."""
     if order.cycle is None:
         return 0
-    size, total = order.cycle.num_microbatches, order.cycle.num_cycles
-    count = (1 if size >= order.num_ranks else 3 * -(-order.num_ranks // size)) + two_sided
-    # A period of P micro-batches should divide what is left out.
-    count += (total - count) % max(1, order.num_ranks // size)
-    return count if 4 * count < 3 * total else 0
+    # Where waits look ahead, the last cut cannot be compared.
+    count = order.cycle.num_settling + two_sided
+    return count if 4 * count <= order.cycle.num_cycles else 0
 
 
 def _next_count(total: int, count: int, cuts: NDArray[np.int64], *, found: bool) -> int:

@@ -125,8 +125,8 @@ def play(
         elif (
             cuts[SAVED] != NONE
             and same_state(
-                codes, width, lengths, places, kinds, clocks, free, times, others, stride, cycle,
-                cuts,
+                codes, width, lengths, places, kinds, clocks, free, times,
+                times if lowered else others, stride, cycle, cuts,
             )
             and (
                 not lowered

@@ -7,6 +7,8 @@ arrive before it goes on.
 
 from typing import Any
 
+import numpy as np
+
 from pptune.executors import Wait
 from pptune.schedules.compiled import compiled
 from pptune.schedules.order import KIND_MASK, MICROBATCH_MASK, MICROBATCH_SHIFT, PAIR_SHIFT
@@ -40,64 +42,22 @@ from pptune.simulator.arrays import (
     SAVED_NOW,
     SPENT,
     TOO_SHORT,
-    UNKNOWN,
 )
 from pptune.simulator.cuts import moved, next_cut, same_posts, same_state, set_limits, skip_cycles
 
 _NEVER, _AFTER_NEXT = int(Wait.NEVER), int(Wait.AFTER_NEXT)
 _BEFORE_RECEIVE, _WITH_RECEIVE = int(Wait.BEFORE_RECEIVE), int(Wait.WITH_RECEIVE)
+assert _NEVER < _AFTER_NEXT < min(_BEFORE_RECEIVE, _WITH_RECEIVE)
 _KIND_SHIFT = 32
 _MICROBATCH = (1 << _KIND_SHIFT) - 1
 """A message's name: where the kind of its producer begins << 32 | its micro-batch."""
+_U = np.uint64
 
 
 @compiled("int64(int64,int64[::1])", inner=True)
 def _place(name: int, kinds: Any) -> Any:
     """Where the message is in the message arrays."""
     return kinds[(name >> _KIND_SHIFT) + OUTPUT] + (name & _MICROBATCH)
-
-
-@compiled(
-    "float64(int64,int64,int64[::1],float64[::1],float64[::1],float64[::1],float64[:,::1],"
-    "float64[::1],int64,int32[::1],int64[::1],int64[:,::1])",
-    inner=True,
-)
-def _arrival(
-    slot: int, link: int, kinds: Any, floats: Any, sent: Any, arrived: Any, free: Any, done: Any,
-    width: int, posted_after: Any, following: Any, queues: Any,
-) -> Any:  # fmt: skip
-    """When the message arrives, or UNKNOWN while it, or one sent before it on its link, is not
-    posted at both ends. Starts what can start."""
-    if arrived[slot] >= 0.0 or sent[slot] < 0.0:
-        return arrived[slot]
-    num_ranks = done.size // (width + 1)
-    receiver = (link // 2 + (1 if link % 2 == 0 else num_ranks - 1)) % num_ranks
-    row = receiver * (width + 1) + 1
-    while True:
-        first = queues[link, NEXT]
-        at, kind = _place(first, kinds), first >> _KIND_SHIFT
-        posted = done[row + posted_after[at]]
-        if posted < 0.0:
-            return UNKNOWN
-        left = max(max(sent[at], posted), free[0, link]) + floats[kind + FLOAT_WIRE]
-        free[0, link] = left
-        arrived[at] = left + floats[kind + FLOAT_LATENCY]
-        queues[link, NEXT] = following[at]
-        if at == slot:
-            return arrived[at]
-
-
-@compiled("void(int64,float64,int64[::1],float64[::1],int64[::1],int64[:,::1])", inner=True)
-def _send(name: int, now: float, kinds: Any, sent: Any, following: Any, queues: Any) -> None:
-    """Post a message: put it behind the others of its link."""
-    slot, link = _place(name, kinds), kinds[(name >> _KIND_SHIFT) + LINK]
-    sent[slot] = now
-    following[slot] = NONE
-    if queues[link, NEXT] == NONE:
-        queues[link, NEXT] = name
-    else:
-        following[_place(queues[link, LAST], kinds)] = name
-    queues[link, LAST] = name
 
 
 @compiled(
@@ -141,84 +101,109 @@ def play_two_sided(
                 at, limit = places[rank], limits[rank]
                 now, spent, exposed = clocks[rank, NOW], clocks[rank, SPENT], clocks[rank, EXPOSED]
                 row, done_row = rank * width, rank * (width + 1) + 1
+                pending, halfway = sends[rank, PENDING], sends[rank, HALFWAY]
                 begin = at
                 while at < limit:
-                    code = codes[row + at]
+                    code = codes[_U(row + at)]
                     kind = (code & KIND_MASK) * NUM_KIND
                     microbatch = code >> MICROBATCH_SHIFT & MICROBATCH_MASK
-                    pending = sends[rank, PENDING]
-                    wait, own = _NEVER, 0.0
-                    if pending != NONE:
-                        wait = waits[row + at - 1]
-                        own = _arrival(
-                            _place(pending, kinds), kinds[(pending >> _KIND_SHIFT) + LINK], kinds,
-                            floats, sent, arrived, free, done, width, posted_after, following,
-                            queues,
-                        )  # fmt: skip
-                    output = kinds[kind + OUTPUT] + microbatch
-                    if sends[rank, HALFWAY] == 0:
-                        if wait == _BEFORE_RECEIVE:
-                            if own < 0.0:
+                    wait = waits[_U(row + at - 1)] if pending != NONE else _NEVER
+                    has_input = halfway == 0 and kinds[_U(kind + INPUT)] != no_input
+                    source = kinds[_U(kind + INPUT)] + microbatch
+                    own, release = now, now
+                    # The rank's own message, if it waits for that, and then the one it needs.
+                    for turn in range(2):
+                        if turn == 0:
+                            if wait == _NEVER:
+                                continue
+                            slot = _place(pending, kinds)
+                            link = kinds[(pending >> _KIND_SHIFT) + LINK]
+                        else:
+                            if not has_input:
+                                continue
+                            slot, link = source, kinds[_U(kind + INPUT_LINK)]
+                        time = arrived[_U(slot)]
+                        while time < 0.0 <= sent[_U(slot)]:
+                            # Start what is first on the link, if its receiver has posted it.
+                            first = queues[link, NEXT]
+                            place, maker = _place(first, kinds), first >> _KIND_SHIFT
+                            receiver = (link // 2 + (num_ranks - 1 if link % 2 else 1)) % num_ranks
+                            posted = done[receiver * (width + 1) + 1 + posted_after[_U(place)]]
+                            if posted < 0.0:
                                 break
+                            left = max(max(sent[_U(place)], posted), free[0, link])
+                            left += floats[_U(maker + FLOAT_WIRE)]
+                            free[0, link] = left
+                            arrived[_U(place)] = left + floats[_U(maker + FLOAT_LATENCY)]
+                            queues[link, NEXT] = following[_U(place)]
+                            time = arrived[_U(slot)]
+                        if turn == 1:
+                            release = time
+                            continue
+                        own = time
+                        if wait == _BEFORE_RECEIVE and own >= 0.0:
                             exposed += max(own - now, 0.0)
                             now = max(now, own)
-                            done[done_row + at - 1] = now
-                            sends[rank, PENDING] = NONE
+                            own, release = now, now
+                            done[_U(done_row + at - 1)] = now
+                            wait, pending = _NEVER, NONE
                             progress = True
-                        release, source_end = now, now
-                        slot = kinds[kind + INPUT] + microbatch
-                        if kinds[kind + INPUT] != no_input:
-                            release = _arrival(
-                                slot, kinds[kind + INPUT_LINK], kinds, floats, sent, arrived, free,
-                                done, width, posted_after, following, queues,
-                            )  # fmt: skip
-                            if release < 0.0:
-                                break
-                            source_end = produced[slot]
+                    if release < 0.0 or (own < 0.0 and wait > _AFTER_NEXT):
+                        break
+                    output = kinds[_U(kind + OUTPUT)] + microbatch
+                    if halfway == 0:
                         if wait == _WITH_RECEIVE:
-                            if own < 0.0:
-                                break
                             release = max(release, own)
-                            sends[rank, PENDING] = NONE
+                            wait, pending = _NEVER, NONE
                         if release > now:
-                            exposed += release - min(max(now, source_end), release)
+                            source_end = max(now, produced[_U(source)]) if has_input else now
+                            exposed += release - min(source_end, release)
                             now = release
-                        total = floats[kind + FLOAT_TOTAL]
-                        now += total - floats[kind + FLOAT_SEND]
+                        total = floats[_U(kind + FLOAT_TOTAL)]
+                        now += total - floats[_U(kind + FLOAT_SEND)]
                         spent += total
-                        produced[output] = now
+                        produced[_U(output)] = now
                         clocks[rank, ENDED] = now
                         progress = True
                     if wait == _AFTER_NEXT:
                         if own < 0.0:
-                            sends[rank, HALFWAY] = 1
+                            halfway = 1
                             break
                         exposed += max(own - now, 0.0)
                         now = max(now, own)
-                        sends[rank, PENDING] = NONE
-                    sends[rank, HALFWAY] = 0
+                        pending = NONE
+                    halfway = 0
                     name = kind << _KIND_SHIFT | microbatch
+                    link = kinds[_U(kind + LINK)]
                     if pairs_together and code >> PAIR_SHIFT != 0:
-                        if kinds[kind + LINK] != no_link:
-                            sends[rank, HELD] = name
+                        sends[rank, HELD] = name if link != no_link else NONE
                     else:
-                        held = sends[rank, HELD]
+                        held = sends[rank, HELD] if pairs_together else NONE
+                        for message in (held, name if link != no_link else NONE):
+                            if message == NONE:
+                                continue
+                            # Post it: put it behind the others of its link.
+                            maker = message >> _KIND_SHIFT
+                            place, link = _place(message, kinds), kinds[_U(maker + LINK)]
+                            now += floats[_U(maker + FLOAT_SEND)]
+                            sent[_U(place)] = now
+                            following[_U(place)] = NONE
+                            if queues[link, NEXT] == NONE:
+                                queues[link, NEXT] = message
+                            else:
+                                following[_place(queues[link, LAST], kinds)] = message
+                            queues[link, LAST] = message
+                            if message == name and waits[_U(row + at)] != _NEVER:
+                                pending = name
                         if held != NONE:
-                            now += floats[(held >> _KIND_SHIFT) + FLOAT_SEND]
-                            _send(held, now, kinds, sent, following, queues)
                             sends[rank, HELD] = NONE
-                        if kinds[kind + LINK] != no_link:
-                            now += floats[kind + FLOAT_SEND]
-                            _send(name, now, kinds, sent, following, queues)
-                            if waits[row + at] != _NEVER:
-                                sends[rank, PENDING] = name
-                    if sends[rank, PENDING] == NONE or waits[row + at] != _BEFORE_RECEIVE:
-                        done[done_row + at] = now
+                    if pending == NONE or waits[_U(row + at)] != _BEFORE_RECEIVE:
+                        done[_U(done_row + at)] = now
                     at += 1
                 remaining -= at - begin
-                progress = progress or at > begin
                 places[rank] = at
                 clocks[rank, NOW], clocks[rank, SPENT], clocks[rank, EXPOSED] = now, spent, exposed
+                sends[rank, PENDING], sends[rank, HALFWAY] = pending, halfway
         if cuts[CUTTING] == 0:
             if remaining > 0:
                 return DEADLOCK

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 
 from pptune.cost_model import CostModel, Setting
@@ -123,11 +123,13 @@ def case(
 
 
 def mixed_plans(num_plans: int) -> list[Plan]:
-    """Plans that differ in everything a search varies, layers split unevenly at random."""
+    """Plans in the order of a search: for every number of chunks and of micro-batches, layers split
+    unevenly at random and any micro-batch size."""
     rng = random.Random(0)
+    shapes = list(product(range(1, 8), range(NUM_RANKS, 16 * NUM_RANKS + 1, NUM_RANKS)))
     plans = []
-    for _ in range(num_plans):
-        num_chunks = rng.randint(1, 7)
+    for at in range(num_plans):
+        num_chunks, num_microbatches = shapes[at * len(shapes) // num_plans]
         cuts = sorted(rng.sample(range(1, NUM_LAYERS), NUM_RANKS * num_chunks - 1))
         edges = [0, *cuts, NUM_LAYERS]
         plans.append(
@@ -136,7 +138,7 @@ def mixed_plans(num_plans: int) -> list[Plan]:
                 num_ranks=NUM_RANKS,
                 num_chunks=num_chunks,
                 microbatch_size=rng.choice(SIZES),
-                num_microbatches=NUM_RANKS * rng.randint(1, 16),
+                num_microbatches=num_microbatches,
                 layers_per_stage=tuple(b - a for a, b in pairwise(edges)),
             )
         )
