@@ -390,6 +390,31 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
     assert done.stderr == "error: cannot write the result: No space left on device\n"
 
 
+def test_a_signal_inside_a_callback_from_c_still_ends_the_command(here: Path) -> None:
+    """Python drops what is raised there; compiled code is made through such callbacks."""
+    script = textwrap.dedent(
+        """
+        import ctypes, os, signal, sys
+        from pptune import cli
+
+        callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+        def work():
+            callback()
+            signal.pause()
+
+        cli._run = work
+        cli.main()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 143
+    assert done.stderr == "stopped; what was measured has been saved\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["sqlite:///study.db", "journal://study.log"])
 def test_two_writers_of_one_study_lose_nothing(here: Path, storage: str) -> None:

@@ -176,7 +176,7 @@ def patience() -> str:
     """A `--timeout` that a rank on this machine, as busy as it is, does not need for its start."""
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", "import pptune.runtime.tasks"], cwd=ROOT, check=True)
-    return f"{max(10.0, 6 * (time.monotonic() - started)):.0f}s"
+    return f"{max(20.0, 8 * (time.monotonic() - started)):.0f}s"
 
 
 REAL = ("validate", "plans.json", "--model", ENTRY)

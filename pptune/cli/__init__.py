@@ -26,6 +26,8 @@ app = typer.Typer(
 _STOPPED = 130
 """What typer answers for KeyboardInterrupt, whichever signal raised it."""
 
+_AGAIN_S = 0.01
+
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -52,8 +54,16 @@ def main() -> None:
         received.append(number)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    def on_ignored(ignored: "sys.UnraisableHookArgs") -> None:
+        # Raised where Python can't raise, such as a callback from C: again, in a moment.
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            sys.__unraisablehook__(ignored)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, on_signal)
+    sys.unraisablehook = on_ignored
     warnings.showwarning = _warn
     try:
         code = _run()
@@ -62,7 +72,7 @@ def main() -> None:
         if not received:
             raise
         code = _STOPPED
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     if received and code == _STOPPED:
         print("stopped; what was measured has been saved", file=sys.stderr)
