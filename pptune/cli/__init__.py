@@ -75,8 +75,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     if received and code == _STOPPED:
-        print("stopped; what was measured has been saved", file=sys.stderr)
-        code = 128 + received[0]
+        print("stopped; what was measured has been saved", file=sys.stderr, flush=True)
+        # Python ends by SIGINT, whatever code it is given, once a KeyboardInterrupt has passed
+        # through code that an extension module ran.
+        os._exit(128 + received[0])
     sys.exit(code)
 
 
