@@ -21,6 +21,10 @@ class Executor(StrEnum):
     waited for inside the step; a receive is posted where torch's lowering puts it in the receiver's
     own order, so that a message starts when both ends have been posted."""
 
+    TORCH_RUNTIME_SERIAL = "torch-runtime-serial"
+    """The same where a rank's messages take turns, in the order in which it posts them: a receive
+    that is posted early blocks the sends behind it, as on a single communication stream."""
+
     TORCH_1F1B = "torch-1f1b"
     """torch's `Schedule1F1B`: a send is fused with the next receive of the opposite direction and
     the rank waits for both; warmup and cooldown wait for the previous send."""
@@ -77,11 +81,16 @@ class Waits:
     """Replaces both from the action before a rank's first backward to its last forward."""
     pairs_send_together: bool = False
     """Whether the forward of an overlapped pair sends only after the backward is done too."""
+    one_at_a_time: bool = False
+    """Whether a rank's messages, sent and received, each start when the one before has arrived."""
 
 
 WAITS: dict[Executor, Waits] = {
     Executor.IDEAL: Waits(receive=Receive.BEFORE_STEP),
     Executor.TORCH_RUNTIME: Waits(receive=Receive.LOWERED, pairs_send_together=True),
+    Executor.TORCH_RUNTIME_SERIAL: Waits(
+        receive=Receive.LOWERED, pairs_send_together=True, one_at_a_time=True
+    ),
     Executor.TORCH_1F1B: Waits(
         receive=Receive.AT_USE,
         same_direction=Wait.AFTER_NEXT,

@@ -101,10 +101,17 @@ class Step:
         self.programs = {
             Executor.IDEAL: self._ideal,
             Executor.TORCH_RUNTIME: self._torch_runtime,
+            Executor.TORCH_RUNTIME_SERIAL: self._torch_runtime,
             Executor.TORCH_1F1B: self._torch_1f1b,
             Executor.MEGATRON_EXPOSED: self._megatron_exposed,
             Executor.MEGATRON_OVERLAP: self._megatron_overlap,
         }[executor]()
+        self.streams: dict[int, list[Message]] = defaultdict(list)
+        if executor is Executor.TORCH_RUNTIME_SERIAL:
+            for rank, program in enumerate(self.programs):
+                for kind, *values in program:
+                    if kind in ("send", "receive"):
+                        self.streams[rank].append(self.messages[values[0]])
         self.counters = [0] * len(self.lists)
         self.since = [0.0] * len(self.lists)
         self.results = [RankResult() for _ in self.lists]
@@ -155,6 +162,9 @@ class Step:
 
     def _try_link(self, link: tuple[int, int]) -> None:
         """Start the first message of a link's queue once both ends have posted it."""
+        if self.executor is Executor.TORCH_RUNTIME_SERIAL:
+            self._try_streams()
+            return
         queue = self.links[link]
         if not queue or not queue[0].receive_posted:
             return
@@ -166,8 +176,25 @@ class Step:
         self._at(self.now + message.wire + message.latency, lambda: self._arrive(message))
         self._try_link(link)
 
+    def _try_streams(self) -> None:
+        """Start every message that is next for both its ranks and posted by both."""
+        for rank in range(len(self.lists)):
+            if not self.streams[rank]:
+                continue
+            message = self.streams[rank][0]
+            peer = message.receiver if message.sender == rank else message.sender
+            ready = message.send_posted and message.receive_posted and not message.started
+            if ready and self.streams[peer][0] is message:
+                message.started = True
+                arrival = self.now + (message.wire + message.latency)
+                self._at(arrival, lambda message=message: self._arrive(message))
+
     def _arrive(self, message: Message) -> None:
         message.arrived = self.now
+        if message.started:
+            for rank in (message.sender, message.receiver):
+                self.streams[rank].pop(0)
+            self._try_streams()
         waiting, message.waiting = message.waiting, []
         for rank in waiting:
             self._go_on(rank)
@@ -446,6 +473,7 @@ class Step:
     def _end_occupied(self, rank: int, kind: str, name: Name) -> None:
         if kind == "send":
             message = self.messages[name]
+            message.send_posted = True
             self.links[message.sender, message.receiver].append(message)
             self._try_link((message.sender, message.receiver))
         self._next(rank)

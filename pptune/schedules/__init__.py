@@ -4,6 +4,8 @@ An order is made by `generate` or read by `from_text`. Each schedule has its own
 function `order(shape) -> Order`; to add one, write the file and name it in `_MODULES`.
 """
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -73,9 +75,14 @@ def generate(
             f"micro-batch group size is {group}, but it must lie in 1..{num_microbatches} "
             "(the number of micro-batches)"
         )
-    module = import_module(f"pptune.schedules.{_MODULES[schedule]}")
-    order: Order = module.order(Shape(num_ranks, num_chunks, num_microbatches, group))
-    return order
+    return _maker(schedule)(Shape(num_ranks, num_chunks, num_microbatches, group))
+
+
+@cache
+def _maker(schedule: str) -> Callable[[Shape], Order]:
+    """The schedule's function `order`; its file is loaded when it is first asked for."""
+    maker: Callable[[Shape], Order] = import_module(f"pptune.schedules.{_MODULES[schedule]}").order
+    return maker
 
 
 def peak_in_flight(order: Order) -> NDArray[np.int64]:
@@ -95,5 +102,5 @@ def peak_in_flight_bytes(order: Order, bytes_per_stage: NDArray[np.float64]) -> 
         # Every cycle holds and frees the same, so that one of them shows the peak.
         order = order.with_cycles(1)
     peaks = np.empty(order.num_ranks)
-    fill_peaks(*order.coded, np.ascontiguousarray(bytes_per_stage, np.float64), peaks)
+    fill_peaks(*order.coded, np.array(bytes_per_stage, np.float64), peaks)
     return peaks

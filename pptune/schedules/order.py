@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -139,13 +139,10 @@ class Order:
         """True where an action and the next one form an overlapped forward and backward."""
         return np.asarray(self._flat >> PAIR_SHIFT != 0)
 
-    @cached_property
+    @property
     def rank_of_stage(self) -> NDArray[np.int64]:
         """The rank that holds each stage. Shape [num_stages]."""
-        stages = np.arange(self.num_stages, dtype=np.int64)
-        if self.placement == "v":
-            return np.minimum(stages, 2 * self.num_ranks - 1 - stages)
-        return stages % self.num_ranks
+        return _rank_of_stage(self.num_ranks, self.num_stages, self.placement)
 
     def actions(self, rank: int) -> list[Action]:
         """Rank `rank`'s actions as values; for reading and printing, not for speed."""
@@ -172,3 +169,11 @@ class Order:
                     cells.append(str(action))
             lines.append(",".join(cells) + "\n")
         return "".join(lines)
+
+
+@lru_cache(maxsize=64)
+def _rank_of_stage(num_ranks: int, num_stages: int, placement: Placement) -> NDArray[np.int64]:
+    stages = np.arange(num_stages, dtype=np.int64)
+    if placement == "v":
+        return np.minimum(stages, 2 * num_ranks - 1 - stages)
+    return stages % num_ranks

@@ -47,14 +47,19 @@ LATE = 7
 """In row 0: by how much the cycles left out delay everything after the cut."""
 NUM_CLOCK = 8
 
-# sends, int64[num_ranks, 3]: what a rank has to do with its own messages, by name or NONE.
+NAME_SHIFT = 32
+"""A message's name in one integer: where the kind of its producer begins << 32 | micro-batch."""
+
+# sends, int64[num_ranks, 4]: what a rank has to do with its own messages, by name or NONE.
 PENDING = 0
 """Sent, and must be seen to arrive."""
 HELD = 1
 """Of an overlapped forward, not to be sent before its backward is done."""
 HALFWAY = 2
 """1 where the next action's work is done, but its message is not sent yet."""
-NUM_SENDS = 3
+STARTED = 3
+"""How many of the messages in its stream have started, where they take turns."""
+NUM_SENDS = 4
 
 # queues, int64[2 num_ranks, 2]: by link, the first message sent that has not started and the last.
 NEXT, LAST = 0, 1

@@ -135,7 +135,7 @@ class Costs:
     @cached_property
     def overhead(self) -> Floats:
         """`overhead_s`, checked, as compiled code takes it."""
-        overhead = np.ascontiguousarray(self.overhead_s, np.float64)
+        overhead = np.array(self.overhead_s, np.float64)
         if overhead.shape != (4,) or not (overhead.min() >= 0.0 and overhead.max() < np.inf):
             raise UsageError(f"overhead_s is {overhead}; give 4 finite times of 0 or more, by Work")
         return overhead

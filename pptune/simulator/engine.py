@@ -14,6 +14,7 @@ from pptune.simulator.arrays import (
     DEADLOCK,
     DONE,
     HALFWAY,
+    NAME_SHIFT,
     NONE,
     NUM_CLOCK,
     NUM_CYCLE,
@@ -21,6 +22,7 @@ from pptune.simulator.arrays import (
     NUM_SENDS,
     PENDING,
     SAVED,
+    STARTED,
     UNALIGNED,
 )
 from pptune.simulator.costs import Costs
@@ -66,11 +68,13 @@ class Step:
         if self.started_by == BY_EITHER:
             self.queues = np.full((2 * num_ranks, 2), NONE)
             self.sends = np.full((num_ranks, NUM_SENDS), NONE)
-            self.sends[:, HALFWAY] = 0
+            self.sends[:, [HALFWAY, STARTED]] = 0
 
     def play(self, *, whole: bool) -> bool:
         """Play to the end; with `whole`, every action. False for a deadlock."""
         cycle = self.order.cycle
+        # Which messages have started is no state that cuts compare.
+        whole = whole or WAITS[self.executor].one_at_a_time
         count = 0 if whole else _first_count(self.order, two_sided=self.started_by != BY_SENDER)
         cuts = np.array((count > 0, 0, NONE))
         while True:
@@ -130,7 +134,8 @@ class Step:
             status = play_two_sided(
                 *common, WAITS[self.executor].pairs_send_together, self.clocks, self.places,
                 self.sends, room.sent, room.arrived, room.produced, self.free, room.done,
-                room.following, self.queues, posts.waits, *placed, self.cycle, cuts, self.limits,
+                room.following, self.queues, posts.waits, *placed, posts.streams, self.cycle, cuts,
+                self.limits,
             )  # fmt: skip
         return status
 
@@ -185,7 +190,7 @@ class Step:
         name = int(self.sends[rank, PENDING])
         if name == NONE:
             return "waits for its message, which is not received in the order of sending"
-        kind, microbatch = name >> 32, name & MICROBATCH_MASK
+        kind, microbatch = name >> NAME_SHIFT, name & MICROBATCH_MASK
         stage, work = kind // NUM_KIND >> STAGE_SHIFT, kind // NUM_KIND & WORK_MASK
         return f"waits for the message of {Action(stage, Work(work), microbatch)} to arrive"
 
@@ -200,7 +205,8 @@ def _started_by(order: Order, executor: Executor) -> int:
     simple = order.placement == "loop" and (
         order.num_ranks != 2 or order.num_stages == order.num_ranks
     )
-    if rules.receive is Receive.LOWERED and simple and order.with_microbatches is not None:
+    generated = order.with_microbatches is not None
+    if rules.receive is Receive.LOWERED and not rules.one_at_a_time and simple and generated:
         return BY_RECEIVER
     return BY_EITHER
 

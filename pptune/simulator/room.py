@@ -9,8 +9,8 @@ from pptune.simulator.kinds import BY_EITHER, BY_RECEIVER, BY_SENDER
 
 Floats = NDArray[np.float64]
 
-_KEPT_BYTES = 2**22
-"""Larger rooms are not kept: making them costs little beside playing the step."""
+_KEPT_SIZE = 2**18
+"""Rooms for more messages are not kept: making them costs little beside playing the step."""
 _NO_FLOATS = np.empty(0)
 
 
@@ -65,12 +65,6 @@ class Room:
             kept = min(old.shape[1], new.shape[1])
             new[:, :kept] = old[:, :kept]
 
-    def num_bytes(self) -> int:
-        return sum(
-            array.nbytes
-            for array in (self.arrived, self.sent, self.produced, self.done, self.following)
-        )
-
 
 def take_room(order: Order, started_by: int, wired: bool) -> Room:
     """A cleared room for `order`: the one it keeps, or a new one."""
@@ -83,5 +77,5 @@ def take_room(order: Order, started_by: int, wired: bool) -> Room:
 
 def give_back(order: Order, room: Room) -> None:
     """Keep a room with its order, for the next step that is played."""
-    if room.num_bytes() <= _KEPT_BYTES:
+    if room.arrived.size <= _KEPT_SIZE:
         order.cache["room", *room.key] = room

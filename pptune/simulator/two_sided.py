@@ -32,6 +32,7 @@ from pptune.simulator.arrays import (
     LAST,
     LEFT_OUT,
     LINK,
+    NAME_SHIFT,
     NEXT,
     NONE,
     NOW,
@@ -41,6 +42,7 @@ from pptune.simulator.arrays import (
     SAVED,
     SAVED_NOW,
     SPENT,
+    STARTED,
     TOO_SHORT,
 )
 from pptune.simulator.cuts import moved, next_cut, same_posts, same_state, set_limits, skip_cycles
@@ -48,16 +50,20 @@ from pptune.simulator.cuts import moved, next_cut, same_posts, same_state, set_l
 _NEVER, _AFTER_NEXT = int(Wait.NEVER), int(Wait.AFTER_NEXT)
 _BEFORE_RECEIVE, _WITH_RECEIVE = int(Wait.BEFORE_RECEIVE), int(Wait.WITH_RECEIVE)
 assert _NEVER < _AFTER_NEXT < min(_BEFORE_RECEIVE, _WITH_RECEIVE)
-_KIND_SHIFT = 32
-_MICROBATCH = (1 << _KIND_SHIFT) - 1
-"""A message's name: where the kind of its producer begins << 32 | its micro-batch."""
+_MICROBATCH = (1 << NAME_SHIFT) - 1
 _U = np.uint64
 
 
 @compiled("int64(int64,int64[::1])", inner=True)
 def _place(name: int, kinds: Any) -> Any:
     """Where the message is in the message arrays."""
-    return kinds[(name >> _KIND_SHIFT) + OUTPUT] + (name & _MICROBATCH)
+    return kinds[(name >> NAME_SHIFT) + OUTPUT] + (name & _MICROBATCH)
+
+
+@compiled("int64(int64,int64)", inner=True)
+def _receiver(link: int, num_ranks: int) -> int:
+    """The rank at the far end of a link."""
+    return (link // 2 + (num_ranks - 1 if link % 2 else 1)) % num_ranks
 
 
 @compiled(
@@ -79,18 +85,20 @@ def _same_pending(clocks: Any, sends: Any, kinds: Any, arrived: Any, cycle: Any,
     "int64(int64[::1],int64,int64[::1],int64[::1],float64[::1],int64,boolean,"
     "float64[:,::1],int64[::1],int64[:,::1],float64[::1],float64[::1],float64[::1],float64[:,::1],"
     "float64[::1],int64[::1],int64[:,::1],int8[::1],int32[::1],int32[::1],int32[::1],"
-    "int64[::1],int64[::1],int64[::1])"
+    "int64[:,::1],int64[::1],int64[::1],int64[::1])"
 )
 def play_two_sided(
     codes: Any, width: int, lengths: Any, kinds: Any, floats: Any, stride: int,
     pairs_together: bool, clocks: Any, places: Any, sends: Any, sent: Any, arrived: Any,
     produced: Any, free: Any, done: Any, following: Any, queues: Any, waits: Any,
-    posted_after: Any, ticks: Any, produced_tick: Any, cycle: Any, cuts: Any, limits: Any,
+    posted_after: Any, ticks: Any, produced_tick: Any, streams: Any, cycle: Any, cuts: Any,
+    limits: Any,
 ) -> int:  # fmt: skip
     """Play on from where the arrays stand, to the end or to the last cut; how that went. `limits`
     is room for a number per rank."""
     num_ranks = lengths.size
     no_input, no_link = sent.size - 2 * stride, 2 * num_ranks
+    one_at_a_time = streams.size > 0
     status = GO_ON
     while status == GO_ON:
         remaining = set_limits(lengths, places, cycle, cuts, limits)
@@ -117,25 +125,45 @@ def play_two_sided(
                             if wait == _NEVER:
                                 continue
                             slot = _place(pending, kinds)
-                            link = kinds[(pending >> _KIND_SHIFT) + LINK]
+                            link = kinds[(pending >> NAME_SHIFT) + LINK]
                         else:
                             if not has_input:
                                 continue
                             slot, link = source, kinds[_U(kind + INPUT_LINK)]
                         time = arrived[_U(slot)]
                         while time < 0.0 <= sent[_U(slot)]:
-                            # Start what is first on the link, if its receiver has posted it.
-                            first = queues[link, NEXT]
-                            place, maker = _place(first, kinds), first >> _KIND_SHIFT
-                            receiver = (link // 2 + (num_ranks - 1 if link % 2 else 1)) % num_ranks
+                            # Start what has to start first, if both of its ends have posted it.
+                            first, lane = queues[link, NEXT], link
+                            if one_at_a_time:
+                                # What is next for one rank may come later for its peer; then the
+                                # peer's next comes first, in the one order that all share.
+                                party, peer = NONE, link // 2
+                                while party == NONE or streams[peer, sends[peer, STARTED]] != first:
+                                    party = peer
+                                    first = streams[party, sends[party, STARTED]]
+                                    lane = kinds[(first >> NAME_SHIFT) + LINK]
+                                    peer = lane // 2
+                                    if peer == party:
+                                        peer = _receiver(lane, num_ranks)
+                            sender, receiver = lane // 2, _receiver(lane, num_ranks)
+                            place, maker = _place(first, kinds), first >> NAME_SHIFT
                             posted = done[receiver * (width + 1) + 1 + posted_after[_U(place)]]
-                            if posted < 0.0:
+                            if posted < 0.0 or sent[_U(place)] < 0.0:
                                 break
-                            left = max(max(sent[_U(place)], posted), free[0, link])
-                            left += floats[_U(maker + FLOAT_WIRE)]
-                            free[0, link] = left
-                            arrived[_U(place)] = left + floats[_U(maker + FLOAT_LATENCY)]
-                            queues[link, NEXT] = following[_U(place)]
+                            start = max(sent[_U(place)], posted)
+                            wire = floats[_U(maker + FLOAT_WIRE)]
+                            latency = floats[_U(maker + FLOAT_LATENCY)]
+                            if one_at_a_time:
+                                start = max(start, max(free[0, sender], free[0, receiver]))
+                                free[0, sender] = start + wire + latency
+                                free[0, receiver] = start + wire + latency
+                                sends[sender, STARTED] += 1
+                                sends[receiver, STARTED] += 1
+                            else:
+                                start = max(start, free[0, lane])
+                                free[0, lane] = start + wire
+                                queues[lane, NEXT] = following[_U(place)]
+                            arrived[_U(place)] = start + wire + latency
                             time = arrived[_U(slot)]
                         if turn == 1:
                             release = time
@@ -173,7 +201,7 @@ def play_two_sided(
                         now = max(now, own)
                         pending = NONE
                     halfway = 0
-                    name = kind << _KIND_SHIFT | microbatch
+                    name = kind << NAME_SHIFT | microbatch
                     link = kinds[_U(kind + LINK)]
                     if pairs_together and code >> PAIR_SHIFT != 0:
                         sends[rank, HELD] = name if link != no_link else NONE
@@ -183,7 +211,7 @@ def play_two_sided(
                             if message == NONE:
                                 continue
                             # Post it: put it behind the others of its link.
-                            maker = message >> _KIND_SHIFT
+                            maker = message >> NAME_SHIFT
                             place, link = _place(message, kinds), kinds[_U(maker + LINK)]
                             now += floats[_U(maker + FLOAT_SEND)]
                             sent[_U(place)] = now
