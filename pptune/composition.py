@@ -28,7 +28,7 @@ from pptune.step_constants import constant_costs
 
 Floats = NDArray[np.float64]
 
-_TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_1F1B)
+_TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_RUNTIME_SERIAL, Executor.TORCH_1F1B)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ def kept_messages(plan: Plan, executor: Executor) -> int:
     if plan.num_ranks == 1:
         return 0
     match executor:
-        case Executor.TORCH_RUNTIME:
+        case Executor.TORCH_RUNTIME | Executor.TORCH_RUNTIME_SERIAL:
             return 3 * plan.num_microbatches * plan.num_chunks + 1
         case Executor.TORCH_1F1B:
             return plan.num_microbatches + 5
