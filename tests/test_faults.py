@@ -231,8 +231,9 @@ def test_every_failure_in_a_stage_marks_its_plan(
     folder: Path, patience: str, fault: str, status: str, reason: str, launcher: str
 ) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    timeout = patience if status == "timeout" else "200s"
     command = Command(
-        *REAL, "--repeats", "1", "--timeout", patience, cwd=folder, fault=fault,
+        *REAL, "--repeats", "1", "--timeout", timeout, cwd=folder, fault=fault,
         before=(sys.executable,) if launcher == "alone" else torchrun,
     )  # fmt: skip
     assert command.end() == 0, command.err
