@@ -131,6 +131,7 @@ def validate(
             calibrated=frozenset(() if profile is None else profile.calibration_plans),
             models={} if profile is None else simple_models(profile),
             device_time_s=time.monotonic() - started,
+            found_by_running=request.search is not None,
         ),
     )
     watch.on_saved(finished)

@@ -17,16 +17,21 @@ def summarise(
     calibrated: frozenset[str] = frozenset(),
     models: dict[str, Predict] | None = None,
     device_time_s: float | None = None,
+    found_by_running: bool = False,
 ) -> Summary:
-    """The verdict. Plans whose labels are in `calibrated` never count as evidence of accuracy."""
+    """The verdict. Plans whose labels are in `calibrated` never count as evidence of accuracy.
+
+    What is compared with the baseline is the plan predicted to be the fastest, so that luck in its
+    measurement is not what chose it; where plans were `found_by_running`, the fastest measured.
+    """
     done = [run for run in runs if run.status == "ok" and run.measured_s is not None]
     judged = [run for run in done if run.plan.label not in calibrated]
     errors = [abs(run.error_ratio) for run in judged if run.error_ratio is not None]
     predicted = {run.plan.label: run.predicted_s for run in done}
     best = min(done, key=_measured, default=None)
-    tied = [run for run in done if best is not None and _is_tied(run, best)]
+    tied = [run for run in done if best is not None and is_tied(run, best)]
     baseline = next((run for run in done if run.is_baseline), None)
-    pick = min(done, key=lambda run: run.predicted_s, default=None)
+    pick = best if found_by_running else min(done, key=lambda run: run.predicted_s, default=None)
     return Summary(
         mape=_mean(errors),
         max_abs_error=max(errors, default=None),
@@ -69,7 +74,7 @@ def pairs_ordered(done: Sequence[Run], noise: float) -> float | None:
     right = total = 0
     for group in _groups(done):
         for a, b in combinations(group, 2):
-            if _is_tied(a, b, floor=noise):
+            if is_tied(a, b, floor=noise):
                 continue
             total += 1
             right += (a.predicted_s < b.predicted_s) == (_measured(a) < _measured(b))
@@ -113,7 +118,7 @@ def _simple_model(predict: Predict, judged: Sequence[Run], done: Sequence[Run]) 
     return SimpleModel(mape=_mean(errors), regret_top1=regret(complete, known, 1))
 
 
-def _is_tied(a: Run, b: Run, floor: float = 0.0) -> bool:
+def is_tied(a: Run, b: Run, floor: float = 0.0) -> bool:
     """Whether the gap between two runs is within twice their noise."""
     noise = max(a.noise_ratio or 0.0, b.noise_ratio or 0.0, floor)
     slow, fast = max(_measured(a), _measured(b)), min(_measured(a), _measured(b))

@@ -137,6 +137,13 @@ def test_speedup_is_of_the_pick_over_the_baseline_as_measured() -> None:
     assert summary.order_kept is False
 
 
+def test_speedup_is_of_the_fastest_run_where_runs_chose_the_plan() -> None:
+    runs = group_of((1.0, 1.1), (1.2, 1.0))
+    baseline = sample_run(plan_with(1260, size=2), 1.3, 1.32, is_baseline=True)
+    summary = summarise([*runs, baseline], exhaustive=False, found_by_running=True)
+    assert summary.speedup_over_baseline == pytest.approx(1.32 / 1.0)
+
+
 def test_simpler_models_are_judged_on_the_same_runs() -> None:
     runs = group_of((1.0, 1.0), (1.2, 1.2), (1.4, 1.4))
     upside_down = {run.plan.label: 2.0 / run.predicted_s for run in runs}

@@ -1,12 +1,15 @@
 """How far predictions are from measurements on this machine: `python -m tests.benchmarks.accuracy`.
 
 Every plan of each space is run in interleaved rounds; plans that calibrated are none of them.
-real: two models on 2 CPU ranks. replay_p4, replay_p8: waiting stages, real runtime and messages.
-published: others' measurements against profiles made of others' numbers. One JSON object on stdout.
+real: two models on 2 CPU ranks. space: every plan of one model under every schedule, the regret of
+the first pick, and what finding it cost beside running them all. replay_p4, replay_p8: waiting
+stages, real runtime and messages. published: others' measurements against profiles made of others'
+numbers. One JSON object on stdout.
 """
 
 import argparse
 import json
+import math
 import platform
 import sys
 import tempfile
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -25,15 +28,16 @@ from pptune.cost_model import CostModel, Setting
 from pptune.estimate import Candidate, Estimate
 from pptune.hardware import cpu_name, num_cores
 from pptune.model import ModelSpec
-from pptune.plan import Plan, make_plan
+from pptune.plan import Plan, Schedule, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, Space
 from pptune.presets import PRESETS
 from pptune.profiles import Layer, LayerPoint, Link, Machine, Profile, load_profile
 from pptune.rounds import Rounds
+from pptune.simple_models import simple_models
 from pptune.targets import parse_target
 from pptune.validate import Request, Watch, validate
 from pptune.validation_file import Run, ValidationFile, save_validation
-from pptune.verdict import summarise
+from pptune.verdict import is_tied, summarise
 
 TORCH = parse_target("torch")
 REAL_MODELS = ("gpt-small-cpu", "gpt-long-cpu")
@@ -58,7 +62,7 @@ def main() -> None:
     """Run the parts asked for and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--parts", default="real,replay_p4,replay_p8,published")
+    parser.add_argument("--parts", default="real,space,replay_p4,replay_p8,published")
     parser.add_argument("--keep", type=Path, help="folder for the profiles and validations")
     arguments = parser.parse_args()
     effort = QUICK if arguments.quick else FULL
@@ -89,13 +93,7 @@ def real(effort: Effort, folder: Path) -> dict[str, Any]:
     calibrated: set[str] = set()
     for index, name in enumerate(REAL_MODELS):
         path = folder / f"{name}.json"
-        measured = run_profile(
-            PRESETS[name], ranks=2, sizes="1,2,4,8", dtype="float32", device="cpu",
-            recompute="none", budget=effort.profile_budget, max_noise="1%", timeout="5m",
-            use_cache=True, output=path, quiet=False,
-        )  # fmt: skip
-        assert measured is not None
-        profile = load_profile(path)
+        profile = measured_profile(name, effort, path, use_cache=True)
         request = searching.Request(
             global_batch_size=REAL_BATCH, num_ranks=2, num_chunks=REAL_CHUNKS, top=10_000
         )
@@ -109,7 +107,77 @@ def real(effort: Effort, folder: Path) -> dict[str, Any]:
         assert validation.summary is not None
         for model, result in validation.summary.models.items():
             models.setdefault(model, []).append(msgspec.to_builtins(result))
-    return figures_of(runs, models, calibrated)
+    return figures_of(runs, models, calibrated) | {"memory": memory_of(runs)}
+
+
+def space(effort: Effort, folder: Path) -> dict[str, Any]:
+    """Every legal plan of a model under all schedules; a pick that ties with the best of them has
+    no regret beyond the tie. Searching costs a new profile, the search, and runs of three plans and
+    the baseline; the repeats are the same as those of all plans."""
+    path = folder / "space.json"
+    started = time.monotonic()
+    profile = measured_profile(REAL_MODELS[0], effort, path, use_cache=False)
+    profiled_s, started = time.monotonic() - started, time.monotonic()
+    plans = searching.search(
+        profile, Setting(target=TORCH),
+        searching.Request(
+            global_batch_size=REAL_BATCH, num_ranks=2, schedules=get_args(Schedule), top=10_000
+        ),
+        reference=ProfileReference(path=str(path), digest=""),
+    )  # fmt: skip
+    searched_s, started = time.monotonic() - started, time.monotonic()
+    measure(plans, profile, effort, folder / "space-first.json", count=3)
+    first_s, started = time.monotonic() - started, time.monotonic()
+    validation = measure(plans, profile, effort, folder / "space-all.json")
+    all_s = time.monotonic() - started
+    assert validation.summary is not None
+    figures: dict[str, Any] = msgspec.to_builtins(validation.summary)
+    done = [run for run in validation.runs if run.measured_s is not None]
+    best = min(done, key=lambda run: run.measured_s or 0.0)
+    picks = {"pptune": min(done, key=lambda run: run.predicted_s)}
+    closed_form = simple_models(profile)["closed-form"]
+    picks["closed-form"] = min(done, key=lambda run: closed_form(run.plan) or math.inf)
+    figures["first_pick"] = {
+        name: {
+            "plan": pick.plan.label,
+            "regret": (pick.measured_s or 0.0) / (best.measured_s or 1.0) - 1,
+            "tied_with_best": is_tied(pick, best),
+        }
+        for name, pick in picks.items()
+    }
+    figures["best"] = best.plan.label
+    figures["seconds"] = {
+        "profile": profiled_s, "search": searched_s, "first_three": first_s, "exhaustive": all_s,
+        "share": (profiled_s + searched_s + first_s) / all_s,
+    }  # fmt: skip
+    return figures
+
+
+def measured_profile(name: str, effort: Effort, path: Path, *, use_cache: bool) -> Profile:
+    """A profile of this machine for the preset."""
+    measured = run_profile(
+        PRESETS[name], ranks=2, sizes="1,2,4,8", dtype="float32", device="cpu", recompute="none",
+        budget=effort.profile_budget, max_noise="1%", timeout="5m", use_cache=use_cache,
+        output=path, quiet=False,
+    )  # fmt: skip
+    assert measured is not None
+    return load_profile(path)
+
+
+def memory_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """How far predicted peaks are from measured ones, over plans and ranks."""
+    errors = [
+        predicted / measured - 1
+        for run in runs
+        for predicted, measured in zip(
+            run.predicted_peak_memory_bytes or (), run.peak_memory_bytes or (), strict=False
+        )
+    ]
+    return {
+        "num_peaks": len(errors),
+        "mape": sum(map(abs, errors)) / len(errors),
+        "max_abs_error": max(map(abs, errors)),
+    }
 
 
 def replay(num_ranks: int, effort: Effort, folder: Path) -> dict[str, Any]:
@@ -210,9 +278,10 @@ def plans_file(profile: Profile, model: CostModel, plans: Sequence[Plan]) -> Pla
 
 
 def measure(
-    plans: PlansFile, profile: Profile, effort: Effort, path: Path, *, mode: str = "real"
-) -> ValidationFile:
-    """Run every plan of the file in rounds."""
+    plans: PlansFile, profile: Profile, effort: Effort, path: Path, *, mode: str = "real",
+    count: int | None = None,
+) -> ValidationFile:  # fmt: skip
+    """Run the first `count` plans of the file and its baseline, or every plan, in rounds."""
     last_s = 0.0
 
     def on_visit(done: int, total: int, doing: str) -> None:
@@ -224,7 +293,8 @@ def measure(
     return validate(
         plans,
         Request(
-            mode=mode, exhaustive=True, device="cpu", timeout_s=300,  # type: ignore[arg-type]
+            mode=mode, exhaustive=count is None, top=count or 0,  # type: ignore[arg-type]
+            device="cpu", timeout_s=300,
             rounds=Rounds(
                 repeats=effort.rounds, steps_per_visit=effort.steps, separate=False
             ),
@@ -265,6 +335,7 @@ def say(text: str) -> None:
 
 PARTS = {
     "real": real,
+    "space": space,
     "replay_p4": lambda effort, folder: replay(4, effort, folder),
     "replay_p8": lambda effort, folder: replay(8, effort, folder),
     "published": published,
