@@ -109,11 +109,17 @@ def seconds_unit(seconds: Iterable[float]) -> tuple[str, float]:
 
 def format_bytes(num_bytes: float) -> str:
     """Binary units: `1.50 GiB`."""
-    size = abs(num_bytes)
+    unit, scale = bytes_unit([num_bytes])
+    return f"{num_bytes:.0f} B" if scale == 1 else f"{_three_digits(num_bytes / scale)} {unit}"
+
+
+def bytes_unit(sizes: Iterable[float]) -> tuple[str, int]:
+    """One unit for a column of sizes, and how many bytes it is: the largest is at least 1 in it."""
+    largest = max((abs(size) for size in sizes), default=0.0)
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{_three_digits(num_bytes / scale)} {unit}"
-    return f"{num_bytes:.0f} B"
+        if largest >= scale:
+            return unit, scale
+    return "B", 1
 
 
 def format_bytes_per_s(bytes_per_s: float) -> str:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [
+    pytest.mark.timeout(400),
     pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed"),
     pytest.mark.slow,
 ]
@@ -94,6 +96,27 @@ def test_report_draws_every_figure_and_asks_for_nothing(report_page: Path, tmp_p
     assert names.count("timeline") == 2
     for name, marks in zip(names, drawn.values(), strict=True):
         assert marks == FIGURES[name], name
+
+
+@pytest.mark.dist
+def test_the_report_of_a_real_tune_draws_every_figure(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    subprocess.run(
+        [
+            sys.executable, "-m", "pptune", "tune", "gpt-small-cpu", "--device", "cpu",
+            "--ranks", "2", "--global-batch-size", "8", "--micro-batch-sizes", "1,2",
+            "--chunks", "1,2", "--budget", "20s", "--repeats", "2", "--quiet", "-o", str(folder),
+        ],
+        check=True, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    seen = visit(folder / "report.html", tmp_path)
+    assert seen.console == []
+    assert seen.requests == []
+    drawn = marks_by_figure(seen.dom)
+    names = {re.sub(r"^figure-\d+-", "", figure) for figure in drawn}
+    # One objective, so that there is no front of two.
+    assert names == set(FIGURES) - {"pareto"}
+    assert min(drawn.values()) > 0, drawn
 
 
 def test_report_fits_a_phone(report_page: Path, tmp_path: Path) -> None:

@@ -44,8 +44,6 @@ def tune(
     quiet: QuietOption = False,
 ) -> None:
     """Measure, predict, search and prove: the one command to start with."""
-    from typing import get_args
-
     from pptune.runtime import require_torch
 
     require_torch()
@@ -54,7 +52,6 @@ def tune(
     from pptune.cli.output import Progress, say, show, show_sheets
     from pptune.cli.show import write_report
     from pptune.cost_model import Setting
-    from pptune.plan import Schedule
     from pptune.plans_file import ProfileReference, save_plans
     from pptune.presets import DEFAULT_MODEL, resolve_model
     from pptune.rounds import Rounds
@@ -64,7 +61,6 @@ def tune(
     from pptune.views.plans import ranking
     from pptune.views.profile import profile_sheets
 
-    del get_args, Schedule
     if global_batch_size is not None and global_batch_size < 1:
         raise UsageError(f"--global-batch-size is {global_batch_size}; it must be 1 or more")
     spec = resolve_model(model or DEFAULT_MODEL, seq_len=seq_len)

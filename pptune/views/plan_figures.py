@@ -8,6 +8,7 @@ from pptune.estimate import Breakdown, Candidate
 from pptune.explanation import Alternative
 from pptune.plans_file import PlansFile
 from pptune.units import (
+    bytes_unit,
     format_bytes,
     format_ratio,
     format_seconds,
@@ -45,7 +46,8 @@ MAX_EDGED_BARS = 600
 MAX_STACKS = 4
 """Candidates whose parts are drawn."""
 
-GIB = 2**30
+_FAR_ABOVE = 4.0
+"""A limit more than so many times the fullest rank's peak is named, not drawn."""
 
 
 def step_time_map(alternatives: Sequence[Alternative]) -> Figure | None:
@@ -154,18 +156,23 @@ def memory_bars(
     peaks = _peaks(plans, chosen, validation)
     if not peaks:
         return None
-    figure = new_figure("peak memory (GiB)", "rank")
+    largest = max(peak for _, by_rank in peaks for peak in by_rank)
+    unit, scale = bytes_unit([largest])
+    limit = plans.memory_limit_bytes
+    # A limit far above the bars would flatten them.
+    drawn = limit is not None and limit <= _FAR_ABOVE * largest
+    said = f", limit {format_bytes(limit)}" if limit is not None and not drawn else ""
+    figure = new_figure(f"peak memory ({unit}){said}", "rank")
     for (name, by_rank), colour in zip(peaks, cycle((BLUE, GREEN, GREY, ORANGE)), strict=False):
         figure.add_bar(
-            name=name, x=list(range(len(by_rank))), y=[peak / GIB for peak in by_rank],
+            name=name, x=list(range(len(by_rank))), y=[peak / scale for peak in by_rank],
             marker={"color": colour}, hoverinfo="text", textposition="none",
             text=[f"{name}<br>rank {rank}: {format_bytes(peak)}"
                   for rank, peak in enumerate(by_rank)],
         )  # fmt: skip
-    limit = plans.memory_limit_bytes
-    if limit is not None:
+    if limit is not None and drawn:
         figure.add_hline(
-            y=limit / GIB, line={"color": RED, "dash": "dash"},
+            y=limit / scale, line={"color": RED, "dash": "dash"},
             annotation_text=f"limit {format_bytes(limit)}",
         )  # fmt: skip
     figure.update_layout(barmode="group")
@@ -208,9 +215,11 @@ def time_and_memory(plans: PlansFile) -> Figure | None:
         return None
     unit, scale = seconds_unit([row.estimate.step_time_s for row in rows])
     peaks = [max(row.estimate.peak_memory_bytes or (0,)) for row in rows]
-    figure = new_figure(f"step time ({unit})", "peak memory of the fullest rank (GiB)")
+    memory_unit, num_bytes = bytes_unit(peaks)
+    figure = new_figure(f"step time ({unit})", f"peak memory of the fullest rank ({memory_unit})")
     figure.add_scatter(
-        x=[peak / GIB for peak in peaks], y=[row.estimate.step_time_s / scale for row in rows],
+        x=[peak / num_bytes for peak in peaks],
+        y=[row.estimate.step_time_s / scale for row in rows],
         mode="markers", marker={"color": BLUE, "size": 10}, hoverinfo="text", showlegend=False,
         text=[f"{shown_label(row.plan.label)}<br>{format_seconds(row.estimate.step_time_s)}, "
               f"{format_bytes(peak)}" for row, peak in zip(rows, peaks, strict=True)],

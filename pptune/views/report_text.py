@@ -6,7 +6,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ee; --faint: #9aa3b2; --paper: #14171d;
   --line: #363c48; --card: #1d222b; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper);
+body { margin: 0 auto; padding: 1rem; max-width: 69rem; background: var(--paper);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.25; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .25rem; }
@@ -17,7 +17,7 @@ p, ul, dl { margin: .4rem 0; }
 .answer p:first-child { font-size: 1.15rem; font-weight: 600; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th { font-weight: 600; vertical-align: bottom; white-space: normal; }
 .left { text-align: left; }
