@@ -393,7 +393,8 @@ class TestDeepSpeed:
                 module.global_rank = rank + 1  # the first rank would print
                 module.num_stages = ranks
                 module._topo = SimpleNamespace(
-                    get_coord=lambda number: SimpleNamespace(pipe=number - 1)
+                    get_coord=lambda number: SimpleNamespace(pipe=number - 1),
+                    get_dim=lambda axis, size=ranks: size,
                 )
                 module._partition_layers(method=f"type:{scope['BLOCK']}")
                 own = specs[module._local_start : module._local_stop]
