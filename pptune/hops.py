@@ -97,10 +97,13 @@ class Links:
         if scope not in self._medians:
             of_scope = [link for link in self._links if link.scope == scope]
             if not of_scope:
+                same_node = (
+                    "" if scope == "intra" else ", or a larger --ranks-per-node if they share one"
+                )
                 raise MissingNumber(
                     f"rank {source_rank} -> {target_rank} needs an {scope} link, and the profile "
                     f"has none; measure it with 2 or more ranks, or give "
-                    f"--link {scope}:LATENCY,BANDWIDTH",
+                    f"--link {scope}:LATENCY,BANDWIDTH{same_node}",
                     rule="link-not-measured",
                 )
             self._medians[scope] = Link(

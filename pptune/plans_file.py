@@ -59,6 +59,8 @@ class PlansFile(Document, frozen=True, kw_only=True):
     ranks_per_node: int | None = None
     """Where the search was told; null: as the profile says."""
     zero_stage: int = 0
+    tensor_parallel: int = 1
+    context_parallel: int = 1
     links: tuple[Link, ...] = ()
     """Given on the command line in place of measured ones."""
     baseline: PredictedPlan | None
@@ -94,6 +96,8 @@ def _broken_order_rule(plans: PlansFile) -> str | None:
         return "the candidates' ranks are not 1, 2, 3, ..."
     if plans.ranks_per_node == 0:
         return "ranks_per_node must be 1 or more"
+    if min(plans.tensor_parallel, plans.context_parallel) < 1 or plans.zero_stage not in (0, 1):
+        return "tensor_parallel and context_parallel must be 1 or more, zero_stage 0 or 1"
     for link in plans.links:
         if link.bytes_per_s <= 0:
             return f"a {link.scope} link has no bandwidth"

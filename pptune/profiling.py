@@ -24,6 +24,7 @@ from pptune.profiles import (
     MemoryModel,
     Profile,
     Reference,
+    StepConstants,
 )
 from pptune.runtime.agent import Event
 from pptune.runtime.launch import RankGroup
@@ -85,11 +86,10 @@ class Profiler:
             seq_len=request.model.seq_len, num_ranks=self.group.world.num_ranks, layers=(),
         )  # fmt: skip
         missing = self._missing_sizes(profile)
-        reused = bool(profile.layers)
-        if reused:
+        if profile.layers:
             self._spot_check(profile)
         if missing:
-            profile = self._with_layers(profile, missing, reused)
+            profile = self._with_layers(profile, missing)
             watch.on_saved(profile)
         if self.group.world.num_ranks == 1:
             watch.on_note(
@@ -168,7 +168,7 @@ class Profiler:
                 "again with --no-cache"
             )
 
-    def _with_layers(self, profile: Profile, sizes: tuple[int, ...], reused: bool) -> Profile:
+    def _with_layers(self, profile: Profile, sizes: tuple[int, ...]) -> Profile:
         request = self.request
         self.watch.on_phase(0.05, "layers")
 
@@ -187,7 +187,6 @@ class Profiler:
             },
             timeout_s=request.budget_s + request.timeout_s,
         )  # fmt: skip
-        del reused
         return _merged(profile, answers[0])
 
     def _with_links(self, profile: Profile) -> Profile:
@@ -247,6 +246,9 @@ def _merged(profile: Profile, answer: dict[str, Any]) -> Profile:
         layers=tuple(layers.values()),
         reference=msgspec.convert(answer["reference"], Reference),
         memory=msgspec.convert(answer["memory"], MemoryModel | None),
+        # Until calibration says what they are in a pipeline; one rank alone has none.
+        step_constants=profile.step_constants
+        or msgspec.convert(answer["step_constants"], StepConstants),
         warnings=tuple(dict.fromkeys((*profile.warnings, *answer["warnings"]))),
         notes=answer["layer_source"],
     )

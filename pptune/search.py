@@ -74,6 +74,8 @@ def search(
         memory_limit_bytes=model.memory_limit_bytes,
         ranks_per_node=setting.ranks_per_node,
         zero_stage=setting.zero_stage,
+        tensor_parallel=profile.parallel.tensor,
+        context_parallel=profile.parallel.context,
         links=setting.links,
         baseline=baseline,
         baseline_same_size=same_size,

@@ -9,13 +9,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pptune import cli
 from pptune.files import save
 from pptune.model import ModelSpec
 from pptune.plans_file import PlansFile, load_plans
-from pptune.profiles import Profile, save_profile
+from pptune.profiles import Parallel, Profile, save_profile
 from tests.sample_documents import sample_validation
 from tests.synthetic import synthetic_profile, uniform_link
 
@@ -435,6 +436,22 @@ def test_two_writers_of_one_study_lose_nothing(here: Path, storage: str) -> None
     study = optuna.load_study(study_name="both", storage=kept)
     tried = {trial.user_attrs["plan"] for trial in study.trials}
     assert {row.plan.label for row in first.candidates} <= tried
+
+
+def test_an_export_has_the_search_s_parallel_sizes(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = msgspec.structs.replace(small_profile(), parallel=Parallel(tensor=2, data=2))
+    save_profile(profile, here / "sharded.json")
+    code, _, err = pptune(
+        capsys, "search", "sharded.json", "--global-batch-size", "16", "--target", "megatron",
+        "--tensor-parallel", "2", "--zero", "1", "-q", "-o", "plans.json",
+    )  # fmt: skip
+    assert code == 0, err
+    code, out, err = pptune(capsys, "export", "plans.json")
+    assert code == 0, err
+    assert "--tensor-model-parallel-size 2" in out
+    assert "--use-distributed-optimizer" in out
 
 
 @pytest.mark.slow

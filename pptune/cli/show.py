@@ -1,7 +1,7 @@
 """pptune explain, show and export: what a plans file says, for people and for trainers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -185,18 +185,21 @@ def export(
     file = load_plans(existing(plans, "plans file"))
     row = candidate_at(file, rank)
     aim = parse_target(target or file.target)
+    setting: dict[str, Any] = {
+        "model": file.model, "tensor_parallel": file.tensor_parallel,
+        "context_parallel": file.context_parallel, "zero": file.zero_stage,
+        "allow_empty_stages": 0 in row.plan.layers_per_stage,
+    }  # fmt: skip
     try:
         files = exported(
-            row.plan, aim, model=file.model, dtype=file.dtype,
-            seq_len=seq_len or file.model.seq_len, profile_name=Path(file.profile.path).name,
+            row.plan, aim, dtype=file.dtype, seq_len=seq_len or file.model.seq_len,
+            profile_name=Path(file.profile.path).name, **setting,
         )  # fmt: skip
     except PlanError as error:
-        if illegal(row.plan, aim, model=file.model) is None:
+        if illegal(row.plan, aim, **setting) is None:
             raise  # it is the model or an option that can't be written, not the plan
         others = [
-            other.rank
-            for other in file.candidates
-            if illegal(other.plan, aim, model=file.model) is None
+            other.rank for other in file.candidates if illegal(other.plan, aim, **setting) is None
         ]
         advice = (
             f"; the best plan in the file that it can run is number {others[0]}"
