@@ -25,8 +25,9 @@ from pptune.model import ModelSpec
 from pptune.presets import resolve_model
 from pptune.profiles import Layer, LayerPoint
 from pptune.runtime import bench, entry, models, reference, update
-from pptune.runtime.chunks import Chunk, is_out_of_memory
+from pptune.runtime.chunks import Chunk
 from pptune.runtime.clock import Clock, clock_for
+from pptune.runtime.headroom import is_out_of_memory
 from pptune.runtime.layer_points import (
     EMPTY,
     KINDS,

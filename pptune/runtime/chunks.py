@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
 from pptune.runtime.clock import Clock
+from pptune.runtime.headroom import is_out_of_memory
 
 Position = Literal["first", "middle", "last"]
 Phase = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -131,18 +132,6 @@ class Chunk:
         self.backward()
         self.reset()
         return sum(saved.values())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, whatever the error was wrapped in on its way."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if "can't allocate memory" in str(chain):  # torch's CPU allocator raises RuntimeError
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
 
 
 def can_split_backward(chunk: Chunk) -> bool:

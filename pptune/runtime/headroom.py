@@ -54,3 +54,15 @@ def activation_bytes_needed(
     # Logits, their 32-bit copy, its log-softmax and its gradient.
     head = tokens * spec.vocab_size * (2 * element_bytes + 3 * 4)
     return max(2 * stack, head)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, whatever the error was wrapped in on its way."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if "can't allocate memory" in str(chain):  # torch's CPU allocator raises RuntimeError
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False

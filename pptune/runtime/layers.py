@@ -26,7 +26,6 @@ from pptune.model import ModelSpec
 from pptune.profiles import Layer, MemoryModel, Reference, StepConstants
 from pptune.runtime import headroom
 from pptune.runtime.bench import Bench
-from pptune.runtime.chunks import is_out_of_memory
 from pptune.runtime.exchange import gather_objects, ranks_on_this_host
 from pptune.runtime.layer_points import (
     KINDS,
@@ -149,7 +148,7 @@ def _fits(bench: Bench, size: int, free: int | None) -> bool:
     try:
         bench.add_size(size)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not headroom.is_out_of_memory(error):
             raise
         return False
     return True
@@ -244,7 +243,7 @@ class _Run:
         try:
             return self.bench.draw(kind, size)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not headroom.is_out_of_memory(error):
                 raise
             failed.add(size)
             return {}

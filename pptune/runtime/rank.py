@@ -116,28 +116,17 @@ def _join(
 
 def _failed(error: BaseException) -> dict[str, Any]:
     """The event that tells the agent. `usage` is text where the user asked for the impossible."""
+    from pptune.runtime.headroom import is_out_of_memory
+
     cause = error
     while cause.__cause__ is not None:  # torch and we wrap what the user's code raised
         cause = cause.__cause__
     return {
         "event": "failed",
-        "reason": _reason(error),
+        "reason": "oom" if is_out_of_memory(error) else "crash",
         "traceback": "".join(traceback.format_exception(cause)),
         "usage": str(error) if isinstance(error, UsageError) else None,
     }
-
-
-def _reason(error: BaseException) -> str:
-    import torch
-
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, (torch.OutOfMemoryError, MemoryError)):
-            return "oom"
-        if "can't allocate memory" in str(chain):  # torch's CPU allocator raises RuntimeError
-            return "oom"
-        chain = chain.__cause__ or chain.__context__
-    return "crash"
 
 
 if __name__ == "__main__":
