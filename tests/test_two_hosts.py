@@ -1,13 +1,18 @@
 """Links between hosts, measured for real over a shaped wire."""
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from pptune.validation_file import load_validation
+from pptune.verdict import is_tied
 from tests.two_hosts import available, two_hosts
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REASON = available()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -31,3 +36,32 @@ def test_each_direction_gets_its_own_bandwidth(tmp_path: Path) -> None:
     for pair, gigabits in (((0, 1), 0.8), ((1, 0), 0.2)):
         shaped = gigabits * BYTES_PER_GIGABIT * FRAME_SHARE
         assert links[pair]["bytes_per_s"] == pytest.approx(shaped, rel=0.15)
+
+
+@needs_hosts
+@pytest.mark.parametrize("rate", ["20mbit", None], ids=["slow link", "fast link"])
+def test_the_link_decides_how_many_chunks_win(tmp_path: Path, rate: str | None) -> None:
+    with two_hosts((rate, rate)) as hosts:
+        hosts.torchrun(
+            "profile", "gpt-small-cpu", "--micro-batch-sizes", "2", "--budget", "40s",
+            "--device", "cpu", "--max-noise", "5%", "-o", "profile.json", "--timeout", "120s",
+            folder=tmp_path, timeout_s=280,
+        )  # fmt: skip
+        subprocess.run(
+            [
+                sys.executable, "-m", "pptune", "search", "profile.json",
+                "--global-batch-size", "8", "--chunks", "1,2", "-o", "plans.json", "--quiet",
+            ],
+            cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+        hosts.torchrun(
+            "validate", "plans.json", "--exhaustive", "--repeats", "4", "-o", "validation.json",
+            folder=tmp_path, timeout_s=280,
+        )  # fmt: skip
+    runs = load_validation(tmp_path / "validation.json").runs
+    pick = min(runs, key=lambda run: run.predicted_s)
+    fastest = min(runs, key=lambda run: run.measured_s or math.inf)
+    assert {run.plan.num_chunks for run in runs} == {1, 2}
+    assert is_tied(pick, fastest)
+    if rate is not None:
+        assert (pick.plan.num_chunks, fastest.plan.num_chunks) == (1, 1)
