@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pptune.errors import UsageError
 from pptune.profiles import Link
-from pptune.runtime.link_fit import LARGE_BYTES, LARGE_WEIGHT, fit_link
+from pptune.runtime.link_fit import fit_link
 from pptune.runtime.links import (
     LinkMeasurement,
     LinkSamples,
@@ -47,7 +47,6 @@ def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
 def test_no_other_line_has_a_smaller_largest_error(factors: list[float]) -> None:
     times = np.array(affine(1e-4, 2e9)) * factors
     sizes = np.array(SIZES)
-    weights = np.where(sizes >= LARGE_BYTES, LARGE_WEIGHT, 1.0)
 
     def errors(latency_s: Any, bytes_per_s: Any) -> Any:
         return np.abs((latency_s + sizes / bytes_per_s) / times - 1)
@@ -57,8 +56,16 @@ def test_no_other_line_has_a_smaller_largest_error(factors: list[float]) -> None
     assert fit.worst_ratio == pytest.approx(own.max(), rel=1e-9)
     assert own[SIZES.index(fit.worst_num_bytes)] == pytest.approx(own.max(), rel=1e-9)
     latency, rate = np.meshgrid(np.linspace(0, 2e-4, 201), np.geomspace(8e8, 4e9, 300))
-    on_grid = (errors(latency[..., None], rate[..., None]) * weights).max(axis=-1)
-    assert (own * weights).max() <= on_grid.min() + 1e-12
+    on_grid = errors(latency[..., None], rate[..., None]).max(axis=-1)
+    assert own.max() <= on_grid.min() + 1e-12
+
+
+def test_what_buffers_swallow_does_not_bend_the_line() -> None:
+    """A bucket of 1,500 bytes in front of 2.5 MB/s: the first packet costs no time on the wire."""
+    times = [1.2e-4 + max(0, size - 1500) / 2.5e6 for size in SIZES]
+    fit = fit_link(SIZES, times)
+    assert fit.bytes_per_s == pytest.approx(2.5e6, rel=0.02)
+    assert fit.worst_num_bytes == SIZES[0]
 
 
 def test_the_fit_holds_within_15_percent_on_a_noisy_line() -> None:

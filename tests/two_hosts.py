@@ -20,9 +20,9 @@ def available() -> str | None:
     """Why two hosts can't be made here, or None where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "taskset"):
         if shutil.which(tool) is None:
-            return f"{tool} (iproute2) is not installed"
+            return f"{tool} (iproute2, util-linux) is not installed"
     try:
         with two_hosts(("1gbit", "1gbit")):
             return None
@@ -45,7 +45,10 @@ class Hosts:
         processes = [
             subprocess.Popen(
                 [
-                    "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
+                    "ip", "netns", "exec", name,
+                    # A core of its own, as a host has: else each would run a thread on every core.
+                    "taskset", "-c", str(node % (os.cpu_count() or 1)),
+                    sys.executable, "-m", "torch.distributed.run",
                     "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node),
                     "--master-addr", _ADDRESSES[0], "--master-port", str(_PORT),
                     "-m", "pptune", *arguments,

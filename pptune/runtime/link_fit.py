@@ -15,9 +15,9 @@ _SIGNS = ((1, 1, -1), (1, -1, 1), (-1, 1, 1), (1, 1, 1))
 """Of errors at three sizes, up to the sign of all."""
 
 
-LARGE_BYTES, LARGE_WEIGHT = 1 << 20, 2.0
-"""From this size on an error weighs double: there a message is nearly all bandwidth, which should
-not give way to what small messages do in buffers on their way."""
+_BUFFERED_BYTES = 1 << 16
+"""Messages up to this size may lie in buffers on their way: what arrives sooner than the link's own
+rate allows says nothing about latency or bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,51 +33,56 @@ class LinkFit:
 
 
 def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
-    """The line whose largest weighted relative error over the measured sizes is the smallest.
+    """The line whose largest relative error over the measured sizes is the smallest.
 
-    Large messages weigh double (`LARGE_WEIGHT`). Sizes span five orders of magnitude, so that least
-    squares would see only the largest. The best line errs equally at three sizes (Chebyshev's
-    alternation), or at two with the latency at 0: all such lines are tried. Raises UsageError for
-    fewer than two sizes or times that aren't positive.
+    Sizes span five orders of magnitude, so that least squares would see only the largest. The best
+    line errs equally at three sizes (Chebyshev's alternation), or at two with the latency at 0: all
+    such lines are tried. Small messages that are faster than the largest one's rate don't count.
+    Raises UsageError for fewer than two sizes or times that aren't positive.
     """
     sizes, times = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
     if len(set(num_bytes)) < 2 or not (times > 0).all():
         raise UsageError("a link needs positive times of two or more message sizes")
-    weights = np.where(sizes >= LARGE_BYTES, LARGE_WEIGHT, 1.0)
-    candidates = _candidates(sizes, times, weights)
+    counted_sizes, counted_times = _unbuffered(sizes, times)
+    candidates = _candidates(counted_sizes, counted_times)
     usable = candidates[(candidates[:, 0] >= 0) & (candidates[:, 1] > 0)]
-    errors = np.abs((usable[:, :1] + usable[:, 1:] * sizes) / times - 1)
-    best = int((errors * weights).max(axis=1).argmin())
-    latency_s, per_byte_s = usable[best]
+    counted = np.abs((usable[:, :1] + usable[:, 1:] * counted_sizes) / counted_times - 1)
+    latency_s, per_byte_s = usable[int(counted.max(axis=1).argmin())]
+    errors = np.abs((latency_s + per_byte_s * sizes) / times - 1)
     return LinkFit(
         latency_s=float(latency_s),
         bytes_per_s=float(1 / per_byte_s),
-        worst_ratio=float(errors[best].max()),
-        worst_num_bytes=int(sizes[errors[best].argmax()]),
+        worst_ratio=float(errors.max()),
+        worst_num_bytes=int(sizes[errors.argmax()]),
     )
 
 
-def _candidates(sizes: Floats, times: Floats, weights: Floats) -> Floats:
+def _unbuffered(sizes: Floats, times: Floats) -> tuple[Floats, Floats]:
+    """Sizes and times that count: at least two."""
+    largest = sizes.argmax()
+    counts = (sizes > _BUFFERED_BYTES) | (times >= sizes * times[largest] / sizes[largest])
+    return (sizes[counts], times[counts]) if len(set(sizes[counts])) > 1 else (sizes, times)
+
+
+def _candidates(sizes: Floats, times: Floats) -> Floats:
     """Rows (latency, seconds per byte) among which the best line is."""
     rows: list[tuple[float, float]] = []
     # Without latency: one rate, equally wrong at two sizes; and the rate of each size alone.
     rates = times / sizes
     rows += [(0.0, float(rate)) for rate in rates]
     rows += [
-        (0.0, float((weights[i] + weights[j]) / (weights[i] / rates[i] + weights[j] / rates[j])))
+        (0.0, float(2 / (1 / rates[i] + 1 / rates[j])))
         for i, j in combinations(range(len(sizes)), 2)
     ]
     if len(sizes) == 2:
         per_byte_s = (times[1] - times[0]) / (sizes[1] - sizes[0])
         rows.append((float(times[0] - per_byte_s * sizes[0]), float(per_byte_s)))
-    rows += _equal_errors_at_three(sizes, times, weights)
+    rows += _equal_errors_at_three(sizes, times)
     return np.array(rows)
 
 
-def _equal_errors_at_three(
-    sizes: Floats, times: Floats, weights: Floats
-) -> list[tuple[float, float]]:
-    """Lines with latency + n * rate = t + sign * error * t / weight at three sizes, all signs."""
+def _equal_errors_at_three(sizes: Floats, times: Floats) -> list[tuple[float, float]]:
+    """Lines with latency + n * rate = t + sign * error * t at three sizes, all signs."""
     chosen = list(combinations(range(len(sizes)), 3))
     if not chosen:
         return []
@@ -85,7 +90,7 @@ def _equal_errors_at_three(
     n, t = sizes / sizes.max(), times / times.max()
     equations = np.array(
         [
-            [[1.0, n[i], -sign * t[i] / weights[i]] for i, sign in zip(three, signs, strict=True)]
+            [[1.0, n[i], -sign * t[i]] for i, sign in zip(three, signs, strict=True)]
             for three in chosen
             for signs in _SIGNS
         ]
