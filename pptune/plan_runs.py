@@ -11,8 +11,8 @@ from pptune.plan import Plan
 from pptune.profiles import Profile
 from pptune.runtime.agent import Event
 from pptune.runtime.launch import RankGroup
-from pptune.runtime.stages import WaitTimes
 from pptune.runtime.visits import PlanVisitor
+from pptune.runtime.wait_times import WaitTimes
 from pptune.runtime.world import detect_world
 from pptune.targets import parse_target
 

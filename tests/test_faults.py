@@ -30,8 +30,8 @@ from pptune.plan import Plan, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, save_plans
 from pptune.profiles import load_profile, save_profile
 from pptune.runtime.launch import RankGroup
-from pptune.runtime.stages import WaitTimes
 from pptune.runtime.visits import PlanVisitor
+from pptune.runtime.wait_times import WaitTimes
 from pptune.runtime.world import World
 from pptune.targets import parse_target
 from pptune.validate import digest_of

@@ -142,13 +142,12 @@ def test_slurm_with_one_task_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_and_missing_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("pptune.runtime.world.num_gpus", lambda: 0)
     with pytest.raises(UsageError, match="use auto, cuda or cpu"):
         detect_world(2, "tpu")
     with pytest.raises(RuntimeFailure, match=r"no GPU is visible; use --device cpu"):
         detect_world(2, "cuda")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("pptune.runtime.world.num_gpus", lambda: 2)
     with pytest.raises(RuntimeFailure, match=r"4 ranks need 4 GPUs, but 2 are visible"):
         detect_world(4, "cuda")
     assert detect_world(None, "auto").num_ranks == 2

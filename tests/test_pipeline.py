@@ -27,8 +27,9 @@ from pptune.runtime.context import RankContext
 from pptune.runtime.launch import RankGroup
 from pptune.runtime.memory_meter import measure_peak_bytes, storage_bytes
 from pptune.runtime.pipeline import PlanRunner, replica_groups
-from pptune.runtime.stages import WaitTimes, wait
+from pptune.runtime.stages import wait
 from pptune.runtime.visits import PlanVisitor
+from pptune.runtime.wait_times import WaitTimes
 from pptune.runtime.world import World
 from tests.rank_processes import run_ranks
 

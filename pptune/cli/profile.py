@@ -126,9 +126,6 @@ def run_profile(
     quiet: bool,
 ) -> "tuple[Profile, Path] | None":
     """Measure and write a profile; None on agents other than the leader."""
-    from pptune.runtime import require_torch
-
-    require_torch()
     from pptune.cli.output import Progress, say, warnings_as_lines
     from pptune.errors import FileError
     from pptune.files import check_writable

@@ -44,9 +44,6 @@ def tune(
     quiet: QuietOption = False,
 ) -> None:
     """Measure, predict, search and prove: the one command to start with."""
-    from pptune.runtime import require_torch
-
-    require_torch()
     from pptune import search as searching
     from pptune.cli.options import TableForm
     from pptune.cli.output import Progress, say, show, show_sheets

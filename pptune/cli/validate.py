@@ -187,9 +187,6 @@ def run_validation(
     quiet: bool,
 ) -> "ValidationFile | None":
     """Run the plans in `file` and write `path` as results come in; None on other agents."""
-    from pptune.runtime import require_torch
-
-    require_torch()
     from pptune.cli.output import Progress, say, warnings_as_lines
     from pptune.files import check_writable
     from pptune.runtime.launch import follow

@@ -36,7 +36,7 @@ class Child:
     """How often the kernel had killed for lack of memory when the rank was started."""
     answer: dict[str, Any] | None = None
     """To the command in progress: {"result": ...}, or {"failed": reason, "message": text, "usage":
-    text or None}."""
+    text or None, "environment": text or None}."""
 
     @property
     def doing(self) -> str:
@@ -49,17 +49,31 @@ class Agent:
     """The ranks this process owns."""
 
     world: World
-    port: int
     timeout_s: float
     session: int
     children: dict[int, Child] = field(default_factory=dict)
 
     def start(self, epoch: int) -> None:
-        """Start one process per local rank. They join through the control store."""
-        for local_rank, rank in enumerate(self.world.local_ranks):
-            self.children[rank] = self._start_child(rank, local_rank, epoch)
+        """Start one process per local rank. They join through the agents' control store; alone,
+        through one that rank 0 serves on a socket of ours, so that its port is surely free."""
+        if self.world.launcher != "alone":
+            for local_rank, rank in enumerate(self.world.local_ranks):
+                self.children[rank] = self._start_child(rank, local_rank, epoch, self.world.port)
+            return
+        with _listener(self.world.address) as listener:
+            port = listener.getsockname()[1]
+            for rank in self.world.local_ranks:
+                own = listener if rank == 0 else None
+                self.children[rank] = self._start_child(rank, rank, epoch, port, own)
 
-    def _start_child(self, rank: int, local_rank: int, epoch: int) -> Child:
+    def _start_child(
+        self,
+        rank: int,
+        local_rank: int,
+        epoch: int,
+        port: int,
+        listener: socket.socket | None = None,
+    ) -> Child:
         world = self.world
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
@@ -84,7 +98,11 @@ class Agent:
                 # The number is for whoever looks at the list of processes.
                 [sys.executable, "-m", "pptune.runtime.rank", str(rank)],
                 env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
-                pass_fds=[theirs.fileno(), notice.descriptor], process_group=0,
+                pass_fds=[
+                    theirs.fileno(), notice.descriptor,
+                    *([] if listener is None else [listener.fileno()]),
+                ],
+                process_group=0,
             )  # fmt: skip
         except OSError as error:
             raise RuntimeFailure(f"cannot start rank {rank}: {error.strerror or error}") from None
@@ -98,7 +116,8 @@ class Agent:
             {
                 "rank": rank, "num_ranks": world.num_ranks, "device": world.device,
                 "local_rank": local_rank, "threads": max(1, cores // ranks_here),
-                "address": world.address, "port": self.port,
+                "address": world.address, "port": port,
+                "listener": None if listener is None else listener.fileno(),
                 "prefix": f"{world.run_id}/session{self.session}/epoch{epoch}",
                 "timeout_s": self.timeout_s,
                 "node": _node_name(world),
@@ -142,6 +161,7 @@ class Agent:
                          if line.strip(" ^~")][-_TRACEBACK_LINES:]  # fmt: skip
                 child.answer = {
                     "failed": message["reason"], "usage": message["usage"],
+                    "environment": message["environment"],
                     "message": f"rank {child.rank} {how} while {child.doing}:\n"
                     + "\n".join(f"  {line}" for line in lines),
                 }  # fmt: skip
@@ -164,6 +184,7 @@ class Agent:
         child.answer = {
             "failed": reason,
             "usage": None,
+            "environment": None,
             "message": f"rank {child.rank} {how} while {child.doing}"
             + "".join(f"\n  {line}" for line in tail[-_TRACEBACK_LINES:]),
         }
@@ -179,6 +200,16 @@ class Agent:
             child.stderr.close()
             child.notice.close()
         self.children = {}
+
+
+def _listener(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0))
+    except OSError as error:
+        raise RuntimeFailure(
+            f"no port of {address} can be opened for the ranks to meet at: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 def _ranks_on_this_host(world: World) -> int:

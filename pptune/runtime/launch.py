@@ -1,9 +1,9 @@
 """Start ranks, run tasks on all of them, and end them: alone, under torchrun and under srun.
 
-One agent (this process) owns one or all ranks. The leader - the agent with rank 0 - publishes each
-command in a control store; every agent passes it to its ranks and publishes what they answered. A
-rank that dies, hangs or raises ends its *epoch*: all ranks are killed, and the next command starts
-fresh ones with a fresh rendezvous. So one bad plan never ends the job.
+One agent (this process) owns one or all ranks. Where there are several, the leader - the agent with
+rank 0 - publishes each command in a control store; every agent passes it to its ranks and publishes
+what they answered. A rank that dies, hangs or raises ends its *epoch*: all ranks are killed, and
+the next command starts fresh ones with a fresh rendezvous. So one bad plan never ends the job.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
-
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from typing import TYPE_CHECKING, Any
 
 from pptune.errors import RankFailure, RuntimeFailure, UsageError
+from pptune.runtime import require_torch
 from pptune.runtime.agent import Agent, Event
 from pptune.runtime.world import World
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.02
 _STOP = "stop"
@@ -50,8 +52,10 @@ class RankGroup:
         self.world = world
         self.timeout_s = timeout_s
         self.on_event = on_event or (lambda event: None)
-        self._store, port, session = _open_store(world, timeout_s)
-        self._agent = Agent(world, port, timeout_s, session)
+        session = next(_sessions)
+        self._store = None if world.launcher == "alone" else _open_store(world, timeout_s, session)
+        """Through which the leader speaks with other agents, where there may be some."""
+        self._agent = Agent(world, timeout_s, session)
         self._number = 0
         self._epoch = 0
 
@@ -79,7 +83,8 @@ class RankGroup:
         try:
             if not self._agent.children:
                 self._agent.start(self._epoch)
-            self._store.set(_key("command", command["number"]), json.dumps(command))
+            if self._store is not None:
+                self._store.set(_key("command", command["number"]), json.dumps(command))
             self._agent.send(command)
             return self._collect(command, time.monotonic() + timeout_s)
         except BaseException:
@@ -104,6 +109,8 @@ class RankGroup:
         for child in self._agent.children.values():
             if child.answer is not None:
                 answers[child.rank] = child.answer
+        if self._store is None:
+            return
         for rank in self._missing(answers):
             key = _key("answer", number, rank)
             if rank not in self._agent.children and self._store.check([key]):
@@ -130,12 +137,14 @@ class RankGroup:
             )
         if answer["usage"] is not None:
             raise UsageError(answer["usage"])
+        if answer["environment"] is not None:
+            raise RuntimeFailure(answer["environment"])
         raise RankFailure(answer["message"], rank=rank, reason=answer["failed"])
 
     def _doing(self, number: int, rank: int) -> str:
         child = self._agent.children.get(rank)
-        if child is not None:
-            return child.doing
+        if child is not None or self._store is None:
+            return "starting" if child is None else child.doing
         key = _key("doing", number, rank)
         return self._store.get(key).decode() if self._store.check([key]) else "starting"
 
@@ -154,22 +163,24 @@ class RankGroup:
     def _abort(self, number: int) -> None:
         self._epoch += 1
         self._agent.kill()
-        with contextlib.suppress(Exception):  # the store may be what failed
-            self._store.set(_key("abort", number), "1")
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # the store may be what failed
+                self._store.set(_key("abort", number), "1")
 
     def close(self) -> None:
         """End every rank and release the other agents."""
         self._agent.kill()
-        with contextlib.suppress(Exception):
-            self._store.set(_key("command", self._number), json.dumps({"task": _STOP}))
-            self._wait_for_followers()
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.set(_key("command", self._number), json.dumps({"task": _STOP}))
+                self._wait_for_followers(self._store)
 
-    def _wait_for_followers(self) -> None:
+    def _wait_for_followers(self, store: "Store") -> None:
         """The leader may host the store, so it leaves last; a dead agent delays it 5 s at most."""
         followers = self.world.num_ranks - len(self.world.local_ranks)
         until = time.monotonic() + 5
         while followers and time.monotonic() < until:
-            if int(self._store.add(_key("left"), 0)) >= followers:
+            if int(store.add(_key("left"), 0)) >= followers:
                 return
             time.sleep(_POLL_S)
 
@@ -179,8 +190,9 @@ def follow(world: World, *, timeout_s: float) -> None:
 
     Raises RuntimeFailure when the leader can't be reached or is gone.
     """
-    store, port, session = _open_store(world, timeout_s)
-    agent = Agent(world, port, timeout_s, session)
+    session = next(_sessions)
+    store = _open_store(world, timeout_s, session)
+    agent = Agent(world, timeout_s, session)
     epoch, number = -1, 0
     try:
         while True:
@@ -200,7 +212,7 @@ def follow(world: World, *, timeout_s: float) -> None:
             store.add(_key("left"), 1)
 
 
-def _next_command(store: Store, number: int) -> dict[str, Any]:
+def _next_command(store: "Store", number: int) -> dict[str, Any]:
     deadline = time.monotonic() + _FOLLOWER_PATIENCE_S
     key = _key("command", number)
     while time.monotonic() < deadline:
@@ -214,7 +226,7 @@ def _next_command(store: Store, number: int) -> dict[str, Any]:
     raise RuntimeFailure("no command came from the leader (rank 0) for a day")
 
 
-def _answer(store: Store, agent: Agent, command: dict[str, Any]) -> None:
+def _answer(store: "Store", agent: Agent, command: dict[str, Any]) -> None:
     number = command["number"]
     pending = set(agent.children)
     said: dict[int, str] = {}
@@ -238,8 +250,11 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, parts))
 
 
-def _open_store(world: World, timeout_s: float) -> tuple[Store, int, int]:
-    """The control store, its port, and this session's number in the launch."""
+def _open_store(world: World, timeout_s: float, session: int) -> "Store":
+    """This session's part of the control store of all agents."""
+    require_torch()
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
     host = world.is_leader and not world.store_exists
     try:
         store = TCPStore(
@@ -252,8 +267,7 @@ def _open_store(world: World, timeout_s: float) -> tuple[Store, int, int]:
             f"({str(error).splitlines()[0]}); set MASTER_ADDR and MASTER_PORT to rank 0's host and "
             "a free port"
         ) from None
-    session = next(_sessions)
-    return PrefixStore(f"{world.run_id}/session{session}", store), store.port, session
+    return PrefixStore(f"{world.run_id}/session{session}", store)
 
 
 def _is_echo(message: str) -> bool:

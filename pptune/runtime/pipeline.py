@@ -24,8 +24,8 @@ from pptune.runtime.stages import (
     Placeholder,
     Recorder,
     WaitingStage,
-    WaitTimes,
 )
+from pptune.runtime.wait_times import WaitTimes
 
 TORCH_CLASSES: dict[str, str] = {
     "gpipe": "ScheduleGPipe",

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from pptune.errors import UsageError
+from pptune.runtime import TorchMissing, require_torch
 from pptune.runtime.channel import Channel, Notice
 from pptune.runtime.context import RankContext
 
@@ -48,11 +49,12 @@ def main() -> None:
         context = _join(setup, emit, notice.write)
         from pptune.runtime.tasks import TASKS
 
+        notice.write("waiting for a command")
         while True:
-            notice.write("waiting for a command")
             command = commands.get()
             notice.write(f"running {command['task']}")
             result = TASKS[command["task"]](context, **command["arguments"])
+            notice.write("waiting for a command")
             emit({"event": "result", "number": command["number"], "result": result})
     except BaseException as error:
         emit(_failed(error))
@@ -85,6 +87,7 @@ def _join(
     status: Callable[[str], None],
 ) -> RankContext:
     status("importing torch")
+    require_torch()
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -98,9 +101,11 @@ def _join(
     else:
         device = torch.device("cpu")
         torch.set_num_threads(setup["threads"])
+    listener = {} if setup["listener"] is None else {"master_listen_fd": setup["listener"]}
     store = TCPStore(
-        setup["address"], setup["port"], is_master=False, timeout=timeout, wait_for_workers=False
-    )
+        setup["address"], setup["port"], is_master=bool(listener), timeout=timeout,
+        wait_for_workers=False, **listener,
+    )  # fmt: skip
     dist.init_process_group(
         "nccl" if setup["device"] == "cuda" else "gloo",
         store=PrefixStore(setup["prefix"], store),
@@ -115,18 +120,26 @@ def _join(
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    """The event that tells the agent. `usage` is text where the user asked for the impossible."""
-    from pptune.runtime.headroom import is_out_of_memory
-
+    """The event that tells the agent. `usage` is text where the user asked for the impossible,
+    `environment` where torch is not what is needed."""
     cause = error
     while cause.__cause__ is not None:  # torch and we wrap what the user's code raised
         cause = cause.__cause__
     return {
         "event": "failed",
-        "reason": "oom" if is_out_of_memory(error) else "crash",
+        "reason": _reason(error),
         "traceback": "".join(traceback.format_exception(cause)),
         "usage": str(error) if isinstance(error, UsageError) else None,
+        "environment": str(error) if isinstance(error, TorchMissing) else None,
     }
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TorchMissing):
+        return "crash"  # the other question needs torch
+    from pptune.runtime.headroom import is_out_of_memory
+
+    return "oom" if is_out_of_memory(error) else "crash"
 
 
 if __name__ == "__main__":

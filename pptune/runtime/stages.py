@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from pptune.runtime.wait_times import WaitTimes
+
 _SPIN_S = 150e-6
 """A sleeping thread wakes up late by about this much; the rest of a wait is spun."""
 
@@ -98,16 +100,6 @@ class ComputingStage(PipelineStage):
         start = self.recorder.now()
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.recorder.add(self.stage_index, "W", bwd_chunk_id, start)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitTimes:
-    """How long a waiting stage waits, in seconds per micro-batch."""
-
-    forward_s: float
-    backward_s: float
-    backward_input_s: float
-    backward_weight_s: float
 
 
 class WaitingStage(ComputingStage):

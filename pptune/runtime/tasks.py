@@ -1,10 +1,14 @@
-"""What a rank can be asked to do, by name. Arguments and results are JSON values."""
+"""What a rank can be asked to do, by name. Arguments and results are JSON values.
+
+A task imports what it needs when it is asked for: torch's pipelines take longer to import than all
+else together, and a look at an earlier profile's machine needs none.
+"""
 
 import gc
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -12,12 +16,14 @@ import torch.distributed as dist
 
 from pptune.model import ModelSpec
 from pptune.plan import Plan
-from pptune.runtime import entry, layers, links
 from pptune.runtime.context import RankContext
 from pptune.runtime.machine import describe_machine
-from pptune.runtime.pipeline import PlanRunner, recording_cost_s, torch_dtype
 from pptune.runtime.reference import ReferenceProduct
-from pptune.runtime.stages import WaitTimes
+from pptune.runtime.wait_times import WaitTimes
+
+if TYPE_CHECKING:
+    from pptune.runtime.layers import LayerMeasurement
+    from pptune.runtime.pipeline import PlanRunner
 
 _EMIT_EVERY_S = 3.0
 _MAX_RUNNERS = 64
@@ -34,6 +40,8 @@ def ping(context: RankContext) -> dict[str, Any]:
 
 def complete_model(context: RankContext, *, model: dict[str, Any]) -> dict[str, Any]:
     """The model's spec with what only the user's layers tell (entry.py)."""
+    from pptune.runtime import entry
+
     context.status(f"building {model['entry']}")
     completed = entry.completed_spec(msgspec.convert(model, ModelSpec))
     answer: dict[str, Any] = msgspec.to_builtins(completed)
@@ -59,6 +67,8 @@ def visit_plan(
     Returns `steps` (see PlanRunner.timed_step), `peak_memory_bytes` or null, and
     `free_memory_ratio`, from which the leader decides for all ranks alike when to forget runners.
     """
+    from pptune.runtime.pipeline import PlanRunner
+
     asked = msgspec.convert(plan, Plan)
     runners: dict[str, PlanRunner] = context.keep.setdefault("runners", {})
     key = f"{asked.label} {'replay' if stage_times else 'real'} {model['name']} {dtype}"
@@ -92,7 +102,7 @@ def visit_plan(
     }
 
 
-def _forget(runners: dict[str, PlanRunner], keys: list[str]) -> None:
+def _forget(runners: "dict[str, PlanRunner]", keys: list[str]) -> None:
     for key in keys:
         del runners[key]
     gc.collect()
@@ -111,10 +121,13 @@ def measure_layers(
     budget_s: float,
 ) -> dict[str, Any]:
     """Times and sizes of the model's layers (layers.py); rank 0 emits what it has now and then."""
+    from pptune.runtime.layers import measure_layers as measured
+    from pptune.runtime.pipeline import torch_dtype
+
     spec = msgspec.convert(model, ModelSpec)
     started = last_s = time.monotonic()
 
-    def on_round(result: layers.LayerMeasurement) -> None:
+    def on_round(result: "LayerMeasurement") -> None:
         nonlocal last_s
         now = time.monotonic()
         if context.rank == 0 and now - last_s > _EMIT_EVERY_S:
@@ -124,7 +137,7 @@ def measure_layers(
                  "result": msgspec.to_builtins(result)}
             )  # fmt: skip
 
-    result = layers.measure_layers(
+    result = measured(
         spec, sizes, dtype=torch_dtype(dtype), device=context.device, recompute=recompute,
         max_noise=max_noise, budget_s=budget_s, on_round=on_round, doing=context.status,
     )  # fmt: skip
@@ -134,7 +147,9 @@ def measure_layers(
 
 def measure_links(context: RankContext, *, max_noise: float, budget_s: float) -> dict[str, Any]:
     """Latency and bandwidth of every link of the ring (links.py)."""
-    result = links.measure_links(
+    from pptune.runtime.links import measure_links as measured
+
+    result = measured(
         device=context.device, node=context.node, max_noise=max_noise, budget_s=budget_s,
         doing=context.status,
     )  # fmt: skip
@@ -158,6 +173,8 @@ def machine(context: RankContext, *, dtype: str) -> dict[str, Any]:
 
 def recording_cost(context: RankContext) -> float:
     """Seconds that recording adds per event on this rank."""
+    from pptune.runtime.pipeline import recording_cost_s
+
     return recording_cost_s()
 
 

@@ -9,7 +9,7 @@ from pptune.measured_step import MeasuredStep, Visit, join_ranks
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.runtime.launch import RankGroup
-from pptune.runtime.stages import WaitTimes
+from pptune.runtime.wait_times import WaitTimes
 
 _FORGET_BELOW = 0.4
 """Share of free memory under which built plans are dropped before the next is built."""

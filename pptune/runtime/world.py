@@ -7,10 +7,12 @@ one rank. Both cases are the same to the rest of pptune: an *agent* with a list 
 import os
 import socket
 from dataclasses import dataclass
-
-import torch
+from pathlib import Path
 
 from pptune.errors import RuntimeFailure, UsageError
+
+_DRIVER_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+"""What NVIDIA's driver shows of itself, on Linux and on Windows' Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class World:
     """`alone`, `torchrun` or `slurm`."""
     address: str = "127.0.0.1"
     port: int = 0
-    """Where the control store listens; 0 picks a free port (alone only)."""
+    """Where the agents' control store listens; not used alone."""
     store_exists: bool = False
     """torchrun's own agent already serves a store at `address:port`."""
     run_id: str = "alone"
@@ -64,22 +66,31 @@ def resolve_device(device: str) -> str:
     """`auto` becomes cuda where a GPU is visible, else cpu. Raises RuntimeFailure."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device!r} is unknown; use auto, cuda or cpu")
-    visible = torch.cuda.is_available()
-    if device == "cuda" and not visible:
+    if device != "cpu" and num_gpus():
+        return "cuda"
+    if device == "cuda":
         raise RuntimeFailure("device cuda was asked for, but no GPU is visible; use --device cpu")
-    if device == "auto":
-        return "cuda" if visible else "cpu"
-    return device
+    return "cpu"
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees. Without a driver there are none, and torch, which takes seconds to
+    import, isn't asked."""
+    if not any(Path(node).exists() for node in _DRIVER_NODES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _alone(num_ranks: int | None, device: str) -> World:
     if device == "cuda":
-        num_gpus = torch.cuda.device_count()
-        num_ranks = num_ranks or num_gpus
-        if num_ranks > num_gpus:
+        visible = num_gpus()
+        num_ranks = num_ranks or visible
+        if num_ranks > visible:
             raise RuntimeFailure(
-                f"{num_ranks} ranks need {num_ranks} GPUs, but {num_gpus} are visible; use "
-                f"--ranks {num_gpus}, or try it on CPU processes: --ranks {num_ranks} --device cpu"
+                f"{num_ranks} ranks need {num_ranks} GPUs, but {visible} are visible; use "
+                f"--ranks {visible}, or try it on CPU processes: --ranks {num_ranks} --device cpu"
             )
     num_ranks = num_ranks or 2
     return World(
