@@ -6,7 +6,7 @@ target (a trainer) decides which one a plan gets.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
 
 class Executor(StrEnum):
@@ -53,15 +53,15 @@ class Receive(StrEnum):
     outside of it at use."""
 
 
-class Wait(IntEnum):
+class Wait(StrEnum):
     """When a rank waits for the message it has just sent to arrive."""
 
-    NEVER = 0
-    AFTER_NEXT = 1
+    NEVER = "never"
+    AFTER_NEXT = "after-next"
     """After its next action, before it sends that one's output."""
-    BEFORE_RECEIVE = 2
+    BEFORE_RECEIVE = "before-receive"
     """At once, before it posts the receive of its next action."""
-    WITH_RECEIVE = 3
+    WITH_RECEIVE = "with-receive"
     """Together with the receive of its next action, which is posted at the same time."""
 
 

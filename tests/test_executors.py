@@ -9,7 +9,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from pptune.executors import WAITS, Executor, Receive, Wait
 from pptune.schedules import Action, Order, Work
-from pptune.schedules.order import padded
 from pptune.simulator.posts import posts_of
 from tests import contract, reference_simulator
 
@@ -43,8 +42,10 @@ class TestTorchRuntime:
         self, schedule: str, size: contract.Size
     ) -> None:
         order = contract.make(schedule, size)
-        stride = padded(order.num_microbatches)
-        posts = posts_of(order, Executor.TORCH_RUNTIME).posted_after.reshape(-1, stride)
+        posts = posts_of(
+            order.codes(), order.num_stages, order.num_microbatches, order.placement == "v",
+            Executor.TORCH_RUNTIME,
+        ).posted_after_rows()  # fmt: skip
         for actions in lowered_by_torch(order):
             done = 0
             for text in actions:

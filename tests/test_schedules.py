@@ -13,17 +13,17 @@ from pptune.schedules import (
     Action,
     Order,
     Work,
-    compiled,
     deadlock,
     from_actions,
     from_text,
     generate,
     input_stage,
     looped,
+    orders,
     peak_in_flight,
     peak_in_flight_bytes,
 )
-from pptune.schedules.order import Codes, Shape
+from pptune.schedules.order import Shape
 from tests import contract
 from tests.test_executors import recorded_1f1b
 
@@ -193,14 +193,15 @@ class TestSizes:
     @staticmethod
     def runs(schedule: str, ranks: int, chunks: int, microbatches: int, group: int) -> bool:
         hops, lag = (2, looped.NO_SPLIT) if schedule == "interleaved" else (1, 1)
-        coded = Codes.empty(ranks, 3 * chunks * microbatches)
-        looped._fill(ranks, chunks, microbatches, group, hops, lag, *coded)
+        codes = orders.looped(
+            ranks, chunks, microbatches, group, hops, lag, lag != looped.NO_SPLIT
+        )
         order = Order(
             num_ranks=ranks,
             num_stages=ranks * chunks,
             num_microbatches=microbatches,
             placement="loop",
-            make=lambda: coded,
+            make=lambda _: codes,
         )
         try:
             contract.check_progress(lists_of(order), ranks * chunks)
@@ -366,17 +367,6 @@ def test_bytes_in_flight_weigh_each_stage() -> None:
                 highest = max(highest, sum(weights[at] * count for at, count in held.items()))
             expected.append(highest)
         assert peak_in_flight_bytes(order, weights).tolist() == pytest.approx(expected)
-
-
-def test_code_that_cannot_be_kept_is_compiled_for_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compiled._config, "CACHE_DIR", "/dev/null/nowhere")
-    compiled._cache_folder.cache_clear()
-    with pytest.warns(compiled.UncachedWarning, match="set NUMBA_CACHE_DIR"):
-        doubled = compiled.compiled("int64(int64)")(lambda value: 2 * value)
-    compiled._cache_folder.cache_clear()
-    assert doubled(21) == 42
 
 
 def test_unknown_group_default_is_torchs() -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from pptune.errors import PlanError
 from pptune.schedules.action import Action, Work, input_stage
-from pptune.schedules.order import MAX_MICROBATCHES, MAX_STAGES, Cycle, Order, Shape
+from pptune.schedules.order import Cycle, Order, Shape
+from pptune.schedules.orders import MAX_MICROBATCHES, MAX_STAGES
 from pptune.schedules.text import from_actions, from_text
 
 __all__ = [
@@ -96,11 +97,8 @@ def peak_in_flight_bytes(order: Order, bytes_per_stage: NDArray[np.float64]) -> 
     `bytes_per_stage`, shape [num_stages], is what one micro-batch keeps from its forward until its
     full backward or weight part on that stage has ended.
     """
-    from pptune.schedules.in_flight import fill_peaks
-
+    num_microbatches = order.num_microbatches
     if order.cycle is not None:
         # Every cycle holds and frees the same, so that one of them shows the peak.
-        order = order.with_cycles(1)
-    peaks = np.empty(order.num_ranks)
-    fill_peaks(*order.coded, np.array(bytes_per_stage, np.float64), peaks)
-    return peaks
+        num_microbatches -= (order.cycle.num_cycles - 1) * order.cycle.num_microbatches
+    return order.codes(num_microbatches).peaks(np.ascontiguousarray(bytes_per_stage, np.float64))

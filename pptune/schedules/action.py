@@ -5,16 +5,17 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from pptune.errors import PlanError
+from pptune.schedules import orders
 
 
 class Work(IntEnum):
     """A kind of action. The letters are torch's; zero-bubble papers write B for the input part."""
 
-    FORWARD = 0
-    BACKWARD = 1
+    FORWARD = orders.FORWARD
+    BACKWARD = orders.BACKWARD
     """Full backward: input and weight gradients together."""
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
+    BACKWARD_INPUT = orders.BACKWARD_INPUT
+    BACKWARD_WEIGHT = orders.BACKWARD_WEIGHT
 
     @property
     def letter(self) -> str:

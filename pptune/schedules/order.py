@@ -1,49 +1,20 @@
 """An order: which actions each rank does, one after the other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pptune.schedules.action import Action, Work
+from pptune.schedules.orders import Codes
 
 Placement = Literal["loop", "v"]
 
-KIND_MASK = (1 << 24) - 1
-STAGE_SHIFT, MICROBATCH_SHIFT, PAIR_SHIFT = 2, 24, 56
-WORK_MASK, STAGE_MASK, MICROBATCH_MASK = 3, (1 << 22) - 1, (1 << 32) - 1
-"""A code holds an action in one integer: work in bits 0-1, stage in 2-23, micro-batch in 24-55, and
-in bit 56 whether the action and the next one form an overlapped pair."""
-
-MAX_STAGES, MAX_MICROBATCHES = STAGE_MASK, MICROBATCH_MASK
-
-
-class Codes(NamedTuple):
-    """The actions of all ranks as codes."""
-
-    codes: NDArray[np.int64]
-    """Rank r's actions are codes[r * width : r * width + lengths[r]]."""
-    width: int
-    lengths: NDArray[np.int64]
-    """Shape [num_ranks]."""
-
-    @classmethod
-    def empty(cls, num_ranks: int, num_actions: int) -> "Codes":
-        """Room for `num_actions` per rank."""
-        width = padded(num_actions)
-        return cls(np.empty(num_ranks * width, np.int64), width, np.empty(num_ranks, np.int64))
-
-
-def padded(size: int) -> int:
-    """The least odd number of 64-byte cache lines that holds `size` 8-byte items, in items.
-
-    Rows a power of two apart share cache sets and evict each other when many ranks are played in
-    turn: at 64 ranks that makes the inner loop five times slower.
-    """
-    return ((size + 7) // 8 | 1) * 8
+Columns = tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]
+"""Of every action, rank after rank: work, stage, micro-batch, whether it is the first of a pair."""
 
 
 class Cycle(NamedTuple):
@@ -84,60 +55,60 @@ class Order:
     num_stages: int
     num_microbatches: int
     placement: Placement
-    make: Callable[[], Codes]
+    make: Callable[[int], Codes]
+    """The same schedule's actions for a number of micro-batches."""
     backwards: Literal["whole", "split", "mixed"] = "whole"
     """Whether backwards are one action, an input and a weight part, or some of each."""
     cycle: Cycle | None = None
-    with_microbatches: "Callable[[int], Order] | None" = None
-    """The same schedule for another number of micro-batches; None for a loaded order."""
-    cache: dict[object, Any] = field(default_factory=dict, repr=False)
-    """What others derive from this order and keep with it."""
+    generated: bool = True
+    """False for an order that was read."""
+    _made: dict[int, Codes] = field(default_factory=dict, repr=False)
 
     def with_cycles(self, count: int) -> "Order":
-        """The same schedule with `count` cycles; the order is kept for the next call."""
+        """The same schedule with `count` cycles."""
         assert self.cycle is not None
-        assert self.with_microbatches is not None
-        if count == self.cycle.num_cycles:
-            return self
-        key = ("with_cycles", count)
-        if key not in self.cache:
-            fewer = (self.cycle.num_cycles - count) * self.cycle.num_microbatches
-            self.cache[key] = self.with_microbatches(self.num_microbatches - fewer)
-        order: Order = self.cache[key]
-        return order
+        fewer = (self.cycle.num_cycles - count) * self.cycle.num_microbatches
+        return replace(
+            self,
+            num_microbatches=self.num_microbatches - fewer,
+            cycle=self.cycle._replace(num_cycles=count),
+            _made={},
+        )
+
+    def codes(self, num_microbatches: int | None = None) -> Codes:
+        """The actions as codes, or those for another number of micro-batches; kept for the next
+        call. The arrays below are for readers."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        made = self._made.get(count)
+        if made is None:
+            made = self._made[count] = self.make(count)
+        return made
 
     @cached_property
-    def coded(self) -> Codes:
-        """The actions as codes; the arrays below are views for readers."""
-        return self.make()
-
-    @cached_property
-    def _flat(self) -> NDArray[np.int64]:
-        codes, width, lengths = self.coded
-        rows = codes.reshape(-1, width)
-        return np.concatenate([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    def _columns(self) -> Columns:
+        return self.codes().columns()
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """Rank r's actions are offsets[r] : offsets[r + 1]. Shape [num_ranks + 1]."""
-        return np.concatenate([[0], np.cumsum(self.coded.lengths)])
+        return np.concatenate([[0], np.cumsum(self.codes().num_actions())])
 
-    @cached_property
+    @property
     def works(self) -> NDArray[np.int8]:
-        return (self._flat & WORK_MASK).astype(np.int8)
+        return self._columns[0]
 
-    @cached_property
+    @property
     def stages(self) -> NDArray[np.int32]:
-        return (self._flat >> STAGE_SHIFT & STAGE_MASK).astype(np.int32)
+        return self._columns[1]
 
-    @cached_property
+    @property
     def microbatches(self) -> NDArray[np.int32]:
-        return (self._flat >> MICROBATCH_SHIFT & MICROBATCH_MASK).astype(np.int32)
+        return self._columns[2]
 
-    @cached_property
+    @property
     def pairs(self) -> NDArray[np.bool_]:
         """True where an action and the next one form an overlapped forward and backward."""
-        return np.asarray(self._flat >> PAIR_SHIFT != 0)
+        return self._columns[3]
 
     @property
     def rank_of_stage(self) -> NDArray[np.int64]:

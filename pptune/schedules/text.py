@@ -5,16 +5,8 @@ from collections.abc import Sequence
 
 from pptune.errors import PlanError
 from pptune.schedules.action import Action, Work
-from pptune.schedules.order import (
-    MAX_MICROBATCHES,
-    MAX_STAGES,
-    MICROBATCH_SHIFT,
-    PAIR_SHIFT,
-    STAGE_SHIFT,
-    Codes,
-    Order,
-    Placement,
-)
+from pptune.schedules.order import Order, Placement
+from pptune.schedules.orders import MAX_MICROBATCHES, MAX_STAGES, Codes
 
 _PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 
@@ -64,21 +56,20 @@ def from_actions(
     placement = _placement(ranks, num_stages)
     for rank, actions in enumerate(ranks):
         _check_rank(rank, actions, num_microbatches)
-    coded = Codes.empty(len(ranks), max(map(len, ranks)))
-    for rank, actions in enumerate(ranks):
-        for at, (stage, work, microbatch) in enumerate(actions):
-            paired = pairs is not None and at in pairs[rank]
-            coded.codes[rank * coded.width + at] = (
-                work | stage << STAGE_SHIFT | microbatch << MICROBATCH_SHIFT | paired << PAIR_SHIFT
-            )
-        coded.lengths[rank] = len(actions)
+    codes = Codes.of(
+        [
+            [(*action, pairs is not None and at in pairs[rank]) for at, action in enumerate(actions)]
+            for rank, actions in enumerate(ranks)
+        ]
+    )
     works = {action.work for actions in ranks for action in actions}
     return Order(
         num_ranks=len(ranks),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         placement=placement,
-        make=lambda: coded,
+        make=lambda _: codes,
+        generated=False,
         backwards="whole"
         if Work.BACKWARD_INPUT not in works
         else "mixed"

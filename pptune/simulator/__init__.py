@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pptune.errors import PlanError, UsageError
 from pptune.executors import Executor
-from pptune.schedules import Order
+from pptune.schedules import Action, Order, Work
+from pptune.schedules.deadlock import deadlock
 from pptune.simulator.costs import Costs, Hops
-from pptune.simulator.engine import Step
+from pptune.simulator.step import Stuck, play
 
 __all__ = ["Costs", "Hops", "Simulation", "Spans", "simulate"]
 
@@ -63,26 +65,60 @@ def simulate(
     Raises PlanError where the order deadlocks and UsageError where costs are missing, negative or
     NaN.
     """
-    step = Step(order, costs, executor)
-    if not step.play(whole=spans):
-        raise step.deadlock()
-    step_time_s, longest_span_s, result = step.finish()
-    busy, bubble, exposed, overhead, warmup, steady, cooldown = result
-    found = _spans(order, step.spans()) if spans else None
-    step.leave()
+    table, overhead = costs.table, costs.overhead
+    _check(order, costs)
+    try:
+        played = play(order, table, overhead, executor, spans)
+    except Stuck as stuck:
+        raise _deadlock(order, stuck) from None
+    busy, bubble, exposed, overheads, warmup, steady, cooldown = played.result
     return Simulation(
-        step_time_s=step_time_s,
-        longest_rank_span_s=longest_span_s,
+        step_time_s=played.step_time_s,
+        longest_rank_span_s=played.longest_rank_span_s,
         busy_s=busy,
         bubble_s=bubble,
         exposed_transfer_s=exposed,
-        overhead_s=overhead,
+        overhead_s=overheads,
         warmup_s=warmup,
         steady_s=steady,
         cooldown_s=cooldown,
-        extrapolated=step.played is not order,
-        spans=found,
+        extrapolated=played.extrapolated,
+        spans=None if played.spans is None else _spans(order, played.spans),
     )
+
+
+def _check(order: Order, costs: Costs) -> None:
+    """Raise UsageError where the costs are for other stages or lack a kind of backward."""
+    if len(costs.forward_s) != order.num_stages:
+        raise UsageError(
+            f"the costs are for {len(costs.forward_s)} stages, but the order has {order.num_stages}"
+        )
+    if order.backwards != "split" and costs.backward_s is None:
+        raise UsageError(
+            "the order has full backwards, but from stage 0 on no times for them are given; "
+            "give backward times"
+        )
+    if order.backwards != "whole" and (
+        costs.backward_input_s is None or costs.backward_weight_s is None
+    ):
+        raise UsageError(
+            "the order plays input and weight parts of backwards, but from stage 0 on times for "
+            "them are missing; give both parts"
+        )
+
+
+def _deadlock(order: Order, stuck: Stuck) -> PlanError:
+    def waits_for(rank: int, action: Action) -> str | None:
+        """What a rank waits for whose next action has its input."""
+        message = stuck.pending[rank]
+        if message is not None:
+            stage, work, microbatch = message
+            return f"waits for the message of {Action(stage, Work(work), microbatch)} to arrive"
+        if stuck.takes_turns:
+            return "waits for its message, which is not received in the order of sending"
+        return None
+
+    return deadlock(order, stuck.places, waits_for)
 
 
 def _spans(order: Order, times: Floats) -> Spans:

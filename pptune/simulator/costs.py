@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pptune.errors import UsageError
+from pptune.simulator.step import first_impossible
 
 Floats = NDArray[np.float64]
 
@@ -108,34 +109,31 @@ class Costs:
         """
         num_stages = len(self.forward_s)
         table = np.zeros((len(_ROWS), num_stages))
-        stage_times = (
-            self.forward_s, self.backward_s, self.backward_input_s, self.backward_weight_s
+        rows = (
+            self.forward_s, self.backward_s, self.backward_input_s, self.backward_weight_s,
+            *self.forward_hops, *self.backward_hops,
         )  # fmt: skip
-        for row, (what, seconds) in enumerate(
-            zip(_ROWS, (*stage_times, *self.forward_hops, *self.backward_hops), strict=True)
-        ):
+        for row, seconds in enumerate(rows):
             size = num_stages if row < 4 else num_stages - 1
             if seconds is None:
                 continue
             if len(seconds) != size:
-                raise UsageError(f"{what}: {len(seconds)} values given for {size}; give one each")
+                raise UsageError(
+                    f"{_ROWS[row]}: {len(seconds)} values given for {size}; give one each"
+                )
             table[row, :size] = seconds
-        if not (table.min() >= 0.0 and table.max() < np.inf):
-            row, at = np.argwhere(~((table >= 0.0) & (table < np.inf)))[0]
+        impossible = first_impossible(table)
+        if impossible is not None:
+            row, at = divmod(impossible, num_stages)
             raise UsageError(
                 f"{_ROWS[row]} {at} is {table[row, at]}; give a finite time of 0 or more"
             )
         return table
 
     @cached_property
-    def wired(self) -> bool:
-        """Whether any message occupies its link."""
-        return bool(self.forward_hops.wire_s.any() or self.backward_hops.wire_s.any())
-
-    @cached_property
     def overhead(self) -> Floats:
         """`overhead_s`, checked, as compiled code takes it."""
         overhead = np.array(self.overhead_s, np.float64)
-        if overhead.shape != (4,) or not (overhead.min() >= 0.0 and overhead.max() < np.inf):
+        if overhead.shape != (4,) or first_impossible(overhead[None]) is not None:
             raise UsageError(f"overhead_s is {overhead}; give 4 finite times of 0 or more, by Work")
         return overhead
