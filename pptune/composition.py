@@ -47,36 +47,44 @@ class Inputs:
     assumptions: tuple[str, ...]
 
     @cached_property
+    def longest_constant_s(self) -> float:
+        """The constants of the rank that has most of them."""
+        return float(self.constant_s.max())
+
+    @cached_property
     def bound(self) -> StepBound:
         """What no step of these plans beats."""
-        return step_bound(self.plan, self.costs, float(self.constant_s.max()))
+        return step_bound(self.plan, self.costs, self.longest_constant_s)
 
 
-def compose(
-    plan: Plan,
-    profile: Profile,
-    *,
-    executor: Executor,
-    times: ModelTimes,
-    links: Links,
-    zero_stage: int = 0,
-) -> Inputs:
-    """The numbers that a plan's step is made of when `executor` runs it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What plans share whatever their layers, schedule, M and N."""
+
+    executor: Executor
+    times: ModelTimes
+    overhead: Overhead | None
+    overhead_s: Floats
+    """Seconds per action by Work: forward, backward, input part, weight part."""
+    forward_hops: Hops
+    backward_hops: Hops
+    slowdown: float
+    """How much longer compute takes while a stage's messages move, as a ratio; 0 for no longer."""
+    activation: ActivationMemory | None
+    source: Source
+    assumptions: tuple[str, ...]
+
+
+def surroundings(
+    plan: Plan, profile: Profile, *, executor: Executor, times: ModelTimes, links: Links
+) -> Surroundings:
+    """The numbers around a plan's layers when `executor` runs it.
 
     `times` are those of the plan's micro-batch size and recompute. Raises MissingNumber where the
-    profile lacks a link, split times or the size of a message.
+    profile lacks a link or the size of a message.
     """
-    stages = stage_times(times, plan.layers_per_stage, first_stage_splits=executor not in _TORCH)
-    if plan.splits_backward and stages.backward_input_s is None:
-        raise MissingNumber(
-            f"{plan.schedule} plays input and weight gradients apart, and the profile has no "
-            "separate times for them; profile again, or use a schedule with full backwards",
-            rule="split-times-not-measured",
-        )
     overhead, assumptions = overhead_of(profile, executor)
-    sources: list[Source] = [times.source]
-    if overhead is not None:
-        sources.append(overhead.source)
+    sources = [times.source] if overhead is None else [times.source, overhead.source]
     message = 0
     if plan.num_ranks > 1:
         message = message_bytes(profile, times.block.boundary_bytes, plan.microbatch_size)
@@ -88,36 +96,65 @@ def compose(
         wake_s=0.0 if overhead is None else overhead.hop_s,
     )
     slowdown = profile.interference_ratio
-    if slowdown and executor is not Executor.MEGATRON_EXPOSED:
-        stages = slowed(stages, forward_hops, backward_hops, slowdown)
-    elif slowdown is None and plan.num_ranks > 1:
+    if slowdown is None and plan.num_ranks > 1:
         assumptions.append("how far messages slow compute down was not measured: counted as 0")
-    parameter_bytes = rank_parameter_bytes(plan, profile)
-    constants = constant_costs(plan, profile, overhead, parameter_bytes)
-    constant_s = constants.seconds
-    if profile.model.tie_word_embeddings and plan.num_ranks > 1:
-        constant_s = constant_s + _tied_exchange_s(plan, profile, links)
-        assumptions.append(
-            "tied embeddings: first and last stage exchange the gradient over their link"
-        )
-    costs = Costs(
-        forward_s=stages.forward_s,
-        backward_s=stages.backward_s,
-        backward_input_s=stages.backward_input_s,
-        backward_weight_s=stages.backward_weight_s,
+    return Surroundings(
+        executor=executor,
+        times=times,
+        overhead=overhead,
         overhead_s=_overhead_by_work(overhead),
         forward_hops=forward_hops,
         backward_hops=backward_hops,
+        slowdown=0.0 if executor is Executor.MEGATRON_EXPOSED else slowdown or 0.0,
+        activation=activation_memory(times, message_bytes=message),
+        source=weakest([*sources, link_source]),
+        assumptions=(*times.assumptions, *assumptions),
     )
+
+
+def compose(
+    plan: Plan, profile: Profile, around: Surroundings, *, links: Links, zero_stage: int = 0
+) -> Inputs:
+    """The numbers that a plan's step is made of. Raises MissingNumber where the profile lacks split
+    times or a link."""
+    stages = stage_times(
+        around.times, plan.layers_per_stage, first_stage_splits=around.executor not in _TORCH
+    )
+    if plan.splits_backward and stages.backward_input_s is None:
+        raise MissingNumber(
+            f"{plan.schedule} plays input and weight gradients apart, and the profile has no "
+            "separate times for them; profile again, or use a schedule with full backwards",
+            rule="split-times-not-measured",
+        )
+    if around.slowdown:
+        stages = slowed(stages, around.forward_hops, around.backward_hops, around.slowdown)
+    parameter_bytes = rank_parameter_bytes(plan, profile)
+    constants = constant_costs(plan, profile, around.overhead, parameter_bytes)
+    constant_s, assumptions = constants.seconds, (*around.assumptions, *constants.assumptions)
+    if profile.model.tie_word_embeddings and plan.num_ranks > 1:
+        constant_s = constant_s + _tied_exchange_s(plan, profile, links)
+        assumptions = (
+            *around.assumptions,
+            "tied embeddings: first and last stage exchange the gradient over their link",
+            *constants.assumptions,
+        )
     return Inputs(
         plan=plan,
-        costs=costs,
-        executor=executor,
+        costs=Costs(
+            forward_s=stages.forward_s,
+            backward_s=stages.backward_s,
+            backward_input_s=stages.backward_input_s,
+            backward_weight_s=stages.backward_weight_s,
+            overhead_s=around.overhead_s,
+            forward_hops=around.forward_hops,
+            backward_hops=around.backward_hops,
+        ),
+        executor=around.executor,
         constant_s=constant_s,
         static=static_memory(plan, profile, parameter_bytes, zero_stage=zero_stage),
-        activation=activation_memory(times, message_bytes=message),
-        source=weakest([*sources, link_source, constants.source]),
-        assumptions=(*times.assumptions, *assumptions, *constants.assumptions),
+        activation=around.activation,
+        source=weakest([around.source, constants.source]),
+        assumptions=assumptions,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.composition import Inputs, compose, overhead_of
+from pptune.composition import Inputs, Surroundings, compose, overhead_of, surroundings
 from pptune.errors import MissingNumber, UsageError
 from pptune.estimate import Breakdown, Estimate, Infeasible
 from pptune.executors import Executor
@@ -69,6 +69,7 @@ class CostModel:
         self._check_parallel()
         self._links = Links(profile, setting.links, setting.ranks_per_node)
         self._times: dict[tuple[int, str], ModelTimes] = {}
+        self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._inputs: dict[tuple[object, ...], Inputs] = {}
         self._order: tuple[tuple[object, ...], Order] | None = None
         self._flops_per_sequence = profile.model.flops_per_sequence()
@@ -98,7 +99,7 @@ class CostModel:
         order = self.order(plan)
         simulation = simulate(order, inputs.costs, inputs.executor)
         return Evaluation(
-            step_time_s=simulation.step_time_s + float(inputs.constant_s.max()),
+            step_time_s=simulation.step_time_s + inputs.longest_constant_s,
             simulation=simulation,
             inputs=inputs,
         )
@@ -226,18 +227,24 @@ class CostModel:
     def inputs(self, plan: Plan) -> Inputs:
         """The numbers that the plan's step is made of. Raises MissingNumber."""
         executor = self.executor(plan)
-        key = (plan.layers_per_stage, plan.num_ranks, plan.placement, plan.microbatch_size,
-               plan.recompute, plan.data_parallel, executor, plan.splits_backward)  # fmt: skip
-        found = self._inputs.get(key)
-        if found is None:
-            found = self._inputs[key] = compose(
+        key = (executor, plan.num_ranks, plan.num_chunks, plan.placement, plan.microbatch_size,
+               plan.recompute)  # fmt: skip
+        own = (key, plan.layers_per_stage, plan.data_parallel, plan.splits_backward)
+        found = self._inputs.get(own)
+        if found is not None:
+            return found
+        around = self._surroundings.get(key)
+        if around is None:
+            around = self._surroundings[key] = surroundings(
                 plan,
                 self.profile,
                 executor=executor,
                 times=self.layer_costs(plan.microbatch_size, plan.recompute),
                 links=self._links,
-                zero_stage=self.setting.zero_stage,
             )
+        found = self._inputs[own] = compose(
+            plan, self.profile, around, links=self._links, zero_stage=self.setting.zero_stage
+        )
         return found
 
     def _check_parallel(self) -> None:

@@ -18,12 +18,12 @@ from pptune.model import MAX_SIZE, ModelSpec, broken_model_rule
 
 Source = Literal["measured", "interpolated", "extrapolated", "given"]
 """How a number was come by, strongest first."""
+_SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 def weakest(sources: Iterable[Source]) -> Source:
     """The weakest of `sources`: a result is no better than its inputs. `measured` for none."""
-    order = get_args(Source)
-    return max(sources, key=order.index, default="measured")
+    return max(sources, key=_SOURCES.index, default="measured")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,28 +98,25 @@ def stage_times(
     `first_stage_splits`: False where the runtime leaves the first stage's input gradient out and
     does the whole backward in the weight action (torch.distributed.pipelining, stage.py).
     """
-    blocks = np.array(layers_per_stage, dtype=np.float64)
-
-    def total(name: str) -> Floats | None:
-        embedding, block, head = (
-            getattr(layer, name) for layer in (times.embedding, times.block, times.head)
-        )
-        if embedding is None or block is None or head is None:
-            return None
-        seconds: Floats = blocks * block
-        seconds[0] += embedding
-        seconds[-1] += head
-        return seconds
-
-    forward_s, backward_s = total("forward_s"), total("backward_s")
-    assert forward_s is not None
-    assert backward_s is not None
-    input_s, weight_s = total("backward_input_s"), total("backward_weight_s")
+    embedding, block, head = times.embedding, times.block, times.head
+    kinds = ["forward_s", "backward_s"]
+    if None not in (
+        embedding.backward_input_s, embedding.backward_weight_s, block.backward_input_s,
+        block.backward_weight_s, head.backward_input_s, head.backward_weight_s,
+    ):  # fmt: skip
+        kinds += ["backward_input_s", "backward_weight_s"]
+    embedding_s, block_s, head_s = (
+        np.array([getattr(layer, kind) for kind in kinds]) for layer in (embedding, block, head)
+    )
+    seconds = np.multiply.outer(block_s, np.array(layers_per_stage, dtype=np.float64))
+    seconds[:, 0] += embedding_s
+    seconds[:, -1] += head_s
+    input_s, weight_s = (seconds[2], seconds[3]) if len(kinds) == 4 else (None, None)
     if input_s is not None and weight_s is not None and not first_stage_splits:
-        input_s[0], weight_s[0] = 0.0, backward_s[0]
+        input_s[0], weight_s[0] = 0.0, seconds[1, 0]
     return StageTimes(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=seconds[0],
+        backward_s=seconds[1],
         backward_input_s=input_s,
         backward_weight_s=weight_s,
     )

@@ -260,8 +260,11 @@ cdef class Player:
             clear(step, step.sent)
             take_over(rows, before.sent, before.stride, step.sent, step.stride)
             step.done = place
-            for at in range(num_done):
-                step.done[at] = UNKNOWN if at % (step.width + 1) else 0.0
+            if by_either:  # The other loop never asks for what has not been done.
+                for at in range(num_done):
+                    step.done[at] = UNKNOWN
+            for at in range(0, num_done, step.width + 1):
+                step.done[at] = 0.0
             take_over(
                 step.num_ranks, before.done, before.width + 1, step.done, step.width + 1
             )
