@@ -327,29 +327,67 @@ def test_odd_environments_change_nothing_but_how_it_looks(here: Path) -> None:
     assert all(each == plans[0] for each in plans)
 
 
-def test_no_place_for_compiled_code_is_a_warning_and_no_more(here: Path) -> None:
+READ_ONLY = """
+    import errno, os, sys
+
+    def refuse(event, arguments):
+        if event == "open" and isinstance(arguments[0], str):
+            _, mode, flags = arguments
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if writes and not arguments[0].startswith("/dev/"):
+                raise OSError(errno.EROFS, "Read-only file system", arguments[0])
+        if event in ("os.mkdir", "os.rename"):
+            raise OSError(errno.EROFS, "Read-only file system", arguments[0])
+
+    sys.addaudithook(refuse)
+    from pptune.cli import main
+    main()
+"""
+
+
+def test_predict_writes_nothing_anywhere(here: Path) -> None:
+    """Every file system is read-only, home and site-packages included."""
+
+    def run(*line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(READ_ONLY), *line], cwd=here,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}, capture_output=True,
+            text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    done = run(*NUMBERS, "--chunks", "2", "--microbatches", "8", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["estimate"]["step_time_s"] == pytest.approx(29.9)
+    refused = run("search", "profile.json", "--global-batch-size", "8")
+    assert refused.returncode == 2
+    assert "Read-only file system" in refused.stderr
+
+
+def test_sources_that_were_not_built_are_named_with_what_to_run(here: Path) -> None:
     script = textwrap.dedent(
         """
-        import errno, sys, tempfile
+        import sys
 
-        def refuse(*arguments, **options):
-            raise OSError(errno.EROFS, "Read-only file system")
+        class NotBuilt:
+            def find_spec(self, name, path=None, target=None):
+                if name == "pptune.schedules.orders":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-        tempfile.TemporaryFile = refuse
+        sys.meta_path.insert(0, NotBuilt())
         from pptune.cli import main
-        sys.argv = ["pptune", *sys.argv[1:]]
         main()
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *NUMBERS, "--chunks", "2", "--microbatches", "8",
-         "--format", "json"],
-        cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120, check=True,
+        [sys.executable, "-c", script, *NUMBERS, "--microbatches", "8"], cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        check=False,
     )  # fmt: skip
-    assert json.loads(done.stdout)["estimate"]["step_time_s"] == pytest.approx(29.9)
-    assert "warning: compiled code cannot be kept" in done.stderr
-    assert "set NUMBA_CACHE_DIR to one" in done.stderr
+    assert done.returncode == 3
+    assert done.stderr == (
+        "error: pptune.schedules.orders is not built; run `pip install -e .` in the folder with "
+        "pptune's sources\n"
+    )
 
 
 def test_names_that_the_terminal_cannot_show_do_not_end_the_command(here: Path) -> None:
@@ -393,7 +431,7 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
 
 
 def test_a_signal_inside_a_callback_from_c_still_ends_the_command(here: Path) -> None:
-    """Python drops what is raised there; compiled code is made through such callbacks."""
+    """Python drops what is raised there."""
     script = textwrap.dedent(
         """
         import ctypes, os, signal, sys

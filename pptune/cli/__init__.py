@@ -86,15 +86,24 @@ def _run() -> int:
     """Run a command; its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    from pptune.cli import commands  # registers every command
-
-    del commands
     try:
+        from pptune.cli import commands  # registers every command
+
+        del commands
         code = app(standalone_mode=False, prog_name="pptune")
         sys.stdout.flush()
     except PptuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("pptune."):
+            raise
+        print(
+            f"error: {error.name} is not built; run `pip install -e .` in the folder with pptune's "
+            "sources",
+            file=sys.stderr,
+        )
+        return RuntimeFailure.exit_code
     except (BrokenPipeError, SystemExit):
         # The reader of our output has gone, as `| head` does; the libraries that write it would
         # end the program themselves, with 1.

@@ -96,7 +96,8 @@ class Agent:
             # A process group of its own, so that what the user's model starts ends with it.
             process = subprocess.Popen(
                 # The number is for whoever looks at the list of processes.
-                [sys.executable, "-m", "pptune.runtime.rank", str(rank)],
+                # -P: the pptune that is installed, even inside a folder with its sources.
+                [sys.executable, "-P", "-m", "pptune.runtime.rank", str(rank)],
                 env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
                 pass_fds=[
                     theirs.fileno(), notice.descriptor,

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import socket
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -42,8 +41,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """torch.distributed's backends that this build has."""
     environment: dict[str, str]
     """Variables that change timings."""
-    cache_folder: str | None
-    """Where compiled code is kept between runs; null where no folder can be written."""
     problems: tuple[str, ...]
     """What would get in the way, and what to do about it."""
 
@@ -58,7 +55,6 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
 
 def diagnose() -> Diagnosis:
     """Look at this machine; starts nothing and takes a moment."""
-    cache = _cache_folder()
     return Diagnosis(
         host=socket.gethostname(),
         versions={
@@ -70,8 +66,7 @@ def diagnose() -> Diagnosis:
         devices=_devices(),
         backends=_backends(),
         environment=hardware.timing_environment(),
-        cache_folder=None if cache is None else str(cache),
-        problems=tuple(_problems(cache)),
+        problems=tuple(_problems()),
     )
 
 
@@ -110,32 +105,8 @@ def _backends() -> tuple[str, ...]:
     return tuple(name for name, is_available in available.items() if is_available())
 
 
-def _cache_folder() -> Path | None:
-    """The first of numba's places for compiled code that can be written, or None."""
-    named = os.environ.get("NUMBA_CACHE_DIR")
-    beside_the_source = Path(pptune.__file__).parent / "schedules" / "__pycache__"
-    places = [Path(named)] if named else [beside_the_source, Path.home() / ".cache" / "numba"]
-    return next((place for place in places if _is_writable(place)), None)
-
-
-def _is_writable(folder: Path) -> bool:
-    """Whether a file can be made in `folder`, or in the first of its parents that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def _problems(cache: Path | None) -> list[str]:
+def _problems() -> list[str]:
     problems = []
-    if cache is None:
-        problems.append(
-            "compiled code cannot be kept, so that every run compiles anew; set NUMBA_CACHE_DIR to "
-            "a writable folder"
-        )
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -4,8 +4,8 @@ import re
 from enum import IntEnum
 from typing import NamedTuple
 
+import pptune.schedules.orders as orders
 from pptune.errors import PlanError
-from pptune.schedules import orders
 
 
 class Work(IntEnum):

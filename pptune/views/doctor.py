@@ -25,7 +25,6 @@ def doctor_sheets(
         ("cores", str(diagnosis.cores)),
         *((f"device {index}", _device(device)) for index, device in enumerate(diagnosis.devices)),
         ("backends", ", ".join(diagnosis.backends) or "none"),
-        ("cache of compiled code", diagnosis.cache_folder or "none can be written"),
         ("2-rank send and receive", exchange),
     ]
     sheets = [
