@@ -193,9 +193,7 @@ class TestSizes:
     @staticmethod
     def runs(schedule: str, ranks: int, chunks: int, microbatches: int, group: int) -> bool:
         hops, lag = (2, looped.NO_SPLIT) if schedule == "interleaved" else (1, 1)
-        codes = orders.looped(
-            ranks, chunks, microbatches, group, hops, lag, lag != looped.NO_SPLIT
-        )
+        codes = orders.looped(ranks, chunks, microbatches, group, hops, lag, lag != looped.NO_SPLIT)
         order = Order(
             num_ranks=ranks,
             num_stages=ranks * chunks,

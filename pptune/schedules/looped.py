@@ -31,9 +31,7 @@ def looped_order(shape: Shape, *, warmup_per_hop: int, weight_lag: int = NO_SPLI
     def make(count: int) -> orders.Codes:
         # One chunk has no groups: all its micro-batches are one run.
         run = group if num_chunks > 1 else count
-        return orders.looped(
-            num_ranks, num_chunks, count, run, warmup_per_hop, weight_lag, splits
-        )
+        return orders.looped(num_ranks, num_chunks, count, run, warmup_per_hop, weight_lag, splits)
 
     order = Order(
         num_ranks=num_ranks,

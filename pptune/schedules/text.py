@@ -58,7 +58,10 @@ def from_actions(
         _check_rank(rank, actions, num_microbatches)
     codes = Codes.of(
         [
-            [(*action, pairs is not None and at in pairs[rank]) for at, action in enumerate(actions)]
+            [
+                (*action, pairs is not None and at in pairs[rank])
+                for at, action in enumerate(actions)
+            ]
             for rank, actions in enumerate(ranks)
         ]
     )
