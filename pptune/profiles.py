@@ -216,7 +216,7 @@ class Profile(Document, frozen=True, kw_only=True):
 def load_profile(path: str | Path) -> Profile:
     """Read and check a profile. Raises FileError."""
     profile = load(path, Profile, kind="profile")
-    check_profile(profile, where=str(path))
+    _refuse(_broken_rule(profile), where=str(path))
     return profile
 
 
@@ -238,7 +238,10 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 def check_profile(profile: Profile, *, where: str) -> None:
     """Raise FileError where numbers can't be, alone or together: no layers, zero bandwidth."""
-    rule = impossible_number(profile) or _broken_rule(profile)
+    _refuse(impossible_number(profile) or _broken_rule(profile), where=where)
+
+
+def _refuse(rule: str | None, *, where: str) -> None:
     if rule is not None:
         raise FileError(f"{where}: {rule}; measure or import the profile again")
 
