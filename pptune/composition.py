@@ -23,7 +23,7 @@ from pptune.memory import (
 from pptune.plan import Plan
 from pptune.profiles import Overhead, Profile, Source, weakest
 from pptune.simulator import Costs, Hops
-from pptune.stage_times import ModelTimes, StageTimes, stage_times
+from pptune.stage_times import ModelTimes, StageTimes, layer_seconds, stage_times
 from pptune.step_constants import constant_costs
 
 Floats = NDArray[np.float64]
@@ -62,7 +62,8 @@ class Surroundings:
     """What plans share whatever their layers, schedule, M and N."""
 
     executor: Executor
-    times: ModelTimes
+    layer_s: Floats
+    """See `layer_seconds`."""
     overhead: Overhead | None
     overhead_s: Floats
     """Seconds per action by Work: forward, backward, input part, weight part."""
@@ -100,7 +101,7 @@ def surroundings(
         assumptions.append("how far messages slow compute down was not measured: counted as 0")
     return Surroundings(
         executor=executor,
-        times=times,
+        layer_s=layer_seconds(times),
         overhead=overhead,
         overhead_s=_overhead_by_work(overhead),
         forward_hops=forward_hops,
@@ -118,7 +119,7 @@ def compose(
     """The numbers that a plan's step is made of. Raises MissingNumber where the profile lacks split
     times or a link."""
     stages = stage_times(
-        around.times, plan.layers_per_stage, first_stage_splits=around.executor not in _TORCH
+        around.layer_s, plan.layers_per_stage, first_stage_splits=around.executor not in _TORCH
     )
     if plan.splits_backward and stages.backward_input_s is None:
         raise MissingNumber(

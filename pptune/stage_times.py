@@ -90,35 +90,44 @@ def model_times(profile: Profile, microbatch_size: int, recompute: str) -> Model
     )
 
 
+def layer_seconds(times: ModelTimes) -> Floats:
+    """Seconds of embedding, block and head; float64[2 or 4, 3]: forward, backward and, where every
+    layer has them, the input and weight parts of the backward."""
+    layers = (times.embedding, times.block, times.head)
+    rows = [[layer.forward_s for layer in layers], [layer.backward_s for layer in layers]]
+    parts = [
+        [layer.backward_input_s for layer in layers],
+        [layer.backward_weight_s for layer in layers],
+    ]
+    split = None not in (*parts[0], *parts[1])
+    return np.array([*rows, *parts] if split else rows, dtype=np.float64)
+
+
 def stage_times(
-    times: ModelTimes, layers_per_stage: tuple[int, ...], *, first_stage_splits: bool
+    layer_s: Floats, layers_per_stage: tuple[int, ...], *, first_stage_splits: bool
 ) -> StageTimes:
-    """Times of every stage; the parts of a backward are None where a layer has no split times.
+    """Times of every stage from those that `layer_seconds` gave.
 
     `first_stage_splits`: False where the runtime leaves the first stage's input gradient out and
     does the whole backward in the weight action (torch.distributed.pipelining, stage.py).
     """
-    embedding, block, head = times.embedding, times.block, times.head
-    kinds = ["forward_s", "backward_s"]
-    if None not in (
-        embedding.backward_input_s, embedding.backward_weight_s, block.backward_input_s,
-        block.backward_weight_s, head.backward_input_s, head.backward_weight_s,
-    ):  # fmt: skip
-        kinds += ["backward_input_s", "backward_weight_s"]
-    embedding_s, block_s, head_s = (
-        np.array([getattr(layer, kind) for kind in kinds]) for layer in (embedding, block, head)
-    )
-    seconds = np.multiply.outer(block_s, np.array(layers_per_stage, dtype=np.float64))
-    seconds[:, 0] += embedding_s
-    seconds[:, -1] += head_s
-    input_s, weight_s = (seconds[2], seconds[3]) if len(kinds) == 4 else (None, None)
-    if input_s is not None and weight_s is not None and not first_stage_splits:
-        input_s[0], weight_s[0] = 0.0, seconds[1, 0]
+    seconds = np.multiply.outer(layer_s[:, 1], np.array(layers_per_stage, dtype=np.float64))
+    seconds[:, 0] += layer_s[:, 0]
+    seconds[:, -1] += layer_s[:, 2]
+    if len(seconds) == 2:
+        return StageTimes(
+            forward_s=seconds[0],
+            backward_s=seconds[1],
+            backward_input_s=None,
+            backward_weight_s=None,
+        )
+    if not first_stage_splits:
+        seconds[2, 0], seconds[3, 0] = 0.0, seconds[1, 0]
     return StageTimes(
         forward_s=seconds[0],
         backward_s=seconds[1],
-        backward_input_s=input_s,
-        backward_weight_s=weight_s,
+        backward_input_s=seconds[2],
+        backward_weight_s=seconds[3],
     )
 
 

@@ -469,7 +469,8 @@ class TestErrors:
             ({"backward_s": np.array([np.nan, 1.0])}, "backward time of stage 0 is nan"),
             ({"backward_s": np.array([1.0, np.inf])}, "backward time of stage 1 is inf"),
             ({"backward_s": np.ones(3)}, "backward time of stage: 3 values given for 2"),
-            ({"forward_s": np.ones(3)}, "values given for"),
+            ({"forward_s": np.ones(3)}, "for 3 stages, but the order has 2"),
+            ({"backward_s": np.ones((2, 2))}, "4 values given for 2"),
             ({"overhead_s": np.ones(3)}, "give 4 finite times"),
             (
                 {"forward_hops": replace(Hops.pure_latency(0, 2), wire_s=np.array([-2.0]))},

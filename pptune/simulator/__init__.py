@@ -65,10 +65,9 @@ def simulate(
     Raises PlanError where the order deadlocks and UsageError where costs are missing, negative or
     NaN.
     """
-    table, overhead = costs.table, costs.overhead
     _check(order, costs)
     try:
-        played = play(order, table, overhead, executor, spans)
+        played = play(order, costs, executor, spans)
     except Stuck as stuck:
         raise _deadlock(order, stuck) from None
     busy, bubble, exposed, overheads, warmup, steady, cooldown = played.result

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pptune.errors import UsageError
-from pptune.simulator.step import first_impossible
 
 Floats = NDArray[np.float64]
 
@@ -100,40 +99,26 @@ class Costs:
             backward_hops=hops,
         )
 
-    @cached_property
-    def table(self) -> Floats:
-        """Stage times by Work, then the hop parts forward and backward: [12, num_stages].
-
-        Raises UsageError for an array of the wrong size and for a time that is negative or not
-        finite.
-        """
-        num_stages = len(self.forward_s)
-        table = np.zeros((len(_ROWS), num_stages))
-        rows = (
+    def rows(self) -> tuple[Floats | None, ...]:
+        """Stage times by Work, then the parts of a hop forward and backward; see _ROWS."""
+        return (
             self.forward_s, self.backward_s, self.backward_input_s, self.backward_weight_s,
             *self.forward_hops, *self.backward_hops,
         )  # fmt: skip
-        for row, seconds in enumerate(rows):
+
+    def refuse(self) -> NoReturn:
+        """Raise the UsageError that says which time is missing, negative or not finite."""
+        num_stages = len(self.forward_s)
+        for row, (what, seconds) in enumerate(zip(_ROWS, self.rows(), strict=True)):
             size = num_stages if row < 4 else num_stages - 1
             if seconds is None:
                 continue
-            if len(seconds) != size:
-                raise UsageError(
-                    f"{_ROWS[row]}: {len(seconds)} values given for {size}; give one each"
-                )
-            table[row, :size] = seconds
-        impossible = first_impossible(table)
-        if impossible is not None:
-            row, at = divmod(impossible, num_stages)
-            raise UsageError(
-                f"{_ROWS[row]} {at} is {table[row, at]}; give a finite time of 0 or more"
-            )
-        return table
-
-    @cached_property
-    def overhead(self) -> Floats:
-        """`overhead_s`, checked, as compiled code takes it."""
-        overhead = np.array(self.overhead_s, np.float64)
-        if overhead.shape != (4,) or first_impossible(overhead[None]) is not None:
-            raise UsageError(f"overhead_s is {overhead}; give 4 finite times of 0 or more, by Work")
-        return overhead
+            values = np.ravel(seconds)
+            if len(values) != size:
+                raise UsageError(f"{what}: {len(values)} values given for {size}; give one each")
+            for at, value in enumerate(values):
+                if not 0.0 <= value < np.inf:
+                    raise UsageError(f"{what} {at} is {value}; give a finite time of 0 or more")
+        raise UsageError(
+            f"overhead_s is {self.overhead_s}; give 4 finite times of 0 or more, by Work"
+        )

@@ -3,6 +3,7 @@ from numpy.typing import NDArray
 
 from pptune.executors import Executor
 from pptune.schedules import Order
+from pptune.simulator.costs import Costs
 
 class Played:
     step_time_s: float
@@ -16,11 +17,4 @@ class Stuck(Exception):
     pending: list[tuple[int, int, int] | None]
     takes_turns: bool
 
-def play(
-    order: Order,
-    costs: NDArray[np.float64],
-    overhead: NDArray[np.float64],
-    executor: Executor,
-    spans: bool,
-) -> Played: ...
-def first_impossible(costs: NDArray[np.float64]) -> int | None: ...
+def play(order: Order, costs: Costs, executor: Executor, spans: bool) -> Played: ...

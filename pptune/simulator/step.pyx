@@ -24,8 +24,7 @@ from pptune.simulator.state cimport (
 from pptune.simulator.two_sided cimport play_two_sided
 
 cdef enum:
-    # Of a cost table [NUM_ROWS, num_stages]: stage times by work, then the parts of a hop, forward
-    # and backward; see costs.py.
+    # Rows of Player.costs.
     FORWARD_HOPS = 4
     BACKWARD_HOPS = 8
     NUM_ROWS = 12
@@ -75,22 +74,13 @@ class Stuck(Exception):
         """Whether messages are received in the order of sending."""
 
 
-def first_impossible(costs):
-    """Where in a table a time is negative or not finite: row by row, or None for nowhere."""
-    cdef const double* times = <const double*> address_of(costs)
-    cdef int64_t at
-    for at in range(costs.size):
-        if not 0.0 <= times[at] < INFINITY:
-            return at
-    return None
+def play(order, costs, executor, bint spans):
+    """The step that `order` takes under `costs`, which are for as many stages; with `spans`, every
+    action of it.
 
-
-def play(order, costs, overhead, executor, bint spans):
-    """The step that `order` takes under `costs`; with `spans`, every action of it.
-
-    Raises Stuck for a deadlock.
+    Raises Stuck for a deadlock and UsageError for impossible costs.
     """
-    return Player(order, costs, overhead, executor, spans).play()
+    return Player(order, costs, executor, spans).play()
 
 
 cdef class Player:
@@ -102,10 +92,11 @@ cdef class Player:
     cdef bint folded
     cdef StartedBy started_by
     cdef bint one_at_a_time
-    cdef object cost_array
-    cdef object overhead_array
-    cdef const double* costs
-    cdef const double* overhead
+    # Stage times by work, then the parts of a hop, forward and backward [NUM_ROWS, num_stages];
+    # see Costs.rows.
+    cdef double* costs
+    # By work.
+    cdef double[4] overhead
     # What holds the memory of the part of the order that is played, and its size.
     cdef Codes codes
     cdef Posts posts
@@ -113,21 +104,18 @@ cdef class Player:
     cdef int64_t num_microbatches
     cdef Step step
 
-    def __cinit__(self, order, costs, overhead, executor, bint spans):
+    def __cinit__(self, order, costs, executor, bint spans):
         cdef Step* step = &self.step
         cdef int64_t num_ranks = order.num_ranks, rank, link
         rules = WAITS[executor]
         self.order, self.executor, self.spans = order, executor, spans
-        self.cost_array, self.overhead_array = costs, overhead
-        self.costs = <const double*> address_of(costs)
-        self.overhead = <const double*> address_of(overhead)
         self.folded = order.placement == "v"
         self.one_at_a_time = rules.one_at_a_time
         self.started_by = started_by(order, rules)
         step.num_ranks, step.num_stages = num_ranks, order.num_stages
         step.pairs_together = rules.pairs_send_together
-        step.wired = any_wire(step.num_stages, self.costs)
         step.saved = NONE
+        self.costs = <double*> calloc(NUM_ROWS * step.num_stages, sizeof(double))
         step.kinds = <Kind*> malloc(4 * step.num_stages * sizeof(Kind))
         step.clocks = <Clock*> calloc(num_ranks, sizeof(Clock))
         step.places = <int64_t*> calloc(num_ranks, sizeof(int64_t))
@@ -137,17 +125,20 @@ cdef class Player:
         step.saved_free = <double*> malloc(2 * num_ranks * sizeof(double))
         step.queues = <Queue*> malloc(2 * num_ranks * sizeof(Queue))
         if (
-            step.kinds == NULL or step.clocks == NULL or step.places == NULL
+            self.costs == NULL or step.kinds == NULL or step.clocks == NULL or step.places == NULL
             or step.limits == NULL or step.sends == NULL or step.free == NULL
             or step.saved_free == NULL or step.queues == NULL
         ):
             raise MemoryError
+        self.read(costs)
+        step.wired = any_wire(step.num_stages, self.costs)
         for rank in range(num_ranks):
             step.sends[rank] = Sends(pending=NONE, held=NONE, started=0, halfway=False)
         for link in range(2 * num_ranks):
             step.queues[link] = Queue(NONE, NONE)
 
     def __dealloc__(self):
+        free(self.costs)
         free(self.step.kinds)
         free(self.step.clocks)
         free(self.step.places)
@@ -156,6 +147,19 @@ cdef class Player:
         free(self.step.free)
         free(self.step.saved_free)
         free(self.step.queues)
+
+    cdef read(self, costs):
+        """Copy `costs`. Raises UsageError where they are impossible."""
+        cdef int64_t num_stages = self.step.num_stages, row = 0
+        cdef bint possible = True
+        for seconds in costs.rows():
+            if seconds is not None:
+                possible = possible and copied(
+                    seconds, self.costs + row * num_stages, num_stages - (row >= FORWARD_HOPS)
+                )
+            row += 1
+        if not (possible and copied(costs.overhead_s, self.overhead, 4)):
+            costs.refuse()
 
     cdef Played play(self):
         try:
@@ -410,6 +414,20 @@ cdef class Player:
                     pending = slot
                 column += 1
         return spans
+
+
+cdef bint copied(seconds, double* to, int64_t size) except -1:
+    """Copy `size` times; False where they are not so many, or one is negative or not finite."""
+    cdef int64_t at
+    array = np.ascontiguousarray(seconds, np.float64)
+    cdef const double* times = <const double*> address_of(array)
+    if array.size != size:
+        return False
+    for at in range(size):
+        if not 0.0 <= times[at] < INFINITY:
+            return False
+        to[at] = times[at]
+    return True
 
 
 cdef StartedBy started_by(order, rules):
