@@ -59,42 +59,19 @@ cdef inline bint same_clocks(const Step* step) noexcept nogil:
     return True
 
 
-cdef inline bint same_messages(
-    const Step* step, const double* times, const double* others
-) noexcept nogil:
-    """Whether the same holds for the messages under way: those with a time in `times` that are
-    needed after the cut. `others`, unless NULL, is compared too."""
-    cdef double shift = shift_of(step)
-    cdef int64_t back = (step.cut - step.saved) * step.cycle_microbatches
-    cdef int64_t rank, at, code, row, microbatch, slot
-    for rank in range(step.num_ranks):
-        for at in range(
-            rank * step.width + step.places[rank], rank * step.width + step.lengths[rank]
-        ):
-            code = step.codes[at]
-            row = step.kinds[kind_of(code)].input
-            microbatch = microbatch_of(code)
-            slot = row + microbatch
-            if row == no_input(step) or times[slot] < 0.0:
-                continue
-            if microbatch < back or not moved(times[slot], times[slot - back], shift):
-                return False
-            if others != NULL and not moved(others[slot], others[slot - back], shift):
-                return False
-    return True
-
-
-cdef inline bint same_posts(const Step* step) noexcept nogil:
-    """Whether the same holds for receives that are posted already, and for the ticks by which the
-    lowering places those to come."""
+cdef inline bint same_messages(const Step* step, const double* times, bint posted) noexcept nogil:
+    """Whether the same holds for what is needed after the cut: messages under way, those with a
+    time in `times`, and, if receives are `posted`, those that are posted already and the ticks by
+    which the lowering places those to come."""
     cdef double shift = shift_of(step)
     cdef int64_t periods = step.cut - step.saved
     cdef int64_t back = periods * step.cycle_microbatches
     cdef int64_t back_actions = periods * step.cycle_actions
-    cdef bint lowered = step.ticks != NULL
+    cdef const double* arrived = step.arrived if times != step.arrived else NULL
+    cdef const double* produced = step.produced
+    cdef bint lowered = posted and step.ticks != NULL
     cdef int64_t tick_shift = 0
     cdef int64_t rank, at, last, place, code, row, microbatch, slot, now, before
-    cdef bint posted, sent
     cdef const double* done
     if lowered:
         last = step.places[0] - 1
@@ -117,13 +94,21 @@ cdef inline bint same_posts(const Step* step) noexcept nogil:
                 continue
             microbatch = microbatch_of(code)
             slot = row + microbatch
-            posted = step.posted_after[slot] < place
-            sent = lowered and step.sent[slot] >= 0.0
-            if (posted or sent) and microbatch < back:
-                return False
-            if sent and step.produced_tick[slot] - step.produced_tick[slot - back] != tick_shift:
-                return False
-            if posted:
+            if times[slot] >= 0.0:
+                if microbatch < back or not moved(times[slot], times[slot - back], shift):
+                    return False
+                if arrived != NULL and not moved(arrived[slot], arrived[slot - back], shift):
+                    return False
+                if produced != NULL and not moved(produced[slot], produced[slot - back], shift):
+                    return False
+                if (
+                    lowered
+                    and step.produced_tick[slot] - step.produced_tick[slot - back] != tick_shift
+                ):
+                    return False
+            if posted and step.posted_after[slot] < place:
+                if microbatch < back:
+                    return False
                 now, before = step.posted_after[slot], step.posted_after[slot - back]
                 if now < 0 or before < 0 or not moved(done[now], done[before], shift):
                     return False

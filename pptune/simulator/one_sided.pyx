@@ -9,7 +9,7 @@ from libc.stdint cimport int64_t
 
 from pptune.schedules.orders cimport kind_of, microbatch_of
 from pptune.simulator.cuts cimport (
-    next_cut, no_cut, same_clocks, same_messages, same_posts, set_limits, skip_cycles,
+    next_cut, no_cut, same_clocks, same_messages, set_limits, skip_cycles,
 )
 from pptune.simulator.state cimport (
     DEADLOCK, DONE, GO_ON, NONE, Clock, Kind, Status, Step,
@@ -54,9 +54,9 @@ cdef Status play_one_sided(Step* step, bint lowered) noexcept nogil:
 
 cdef bint has_come_back(const Step* step, bint lowered) noexcept nogil:
     """Whether the state is that of the saved cut, later by one shift."""
-    if lowered:
-        return same_clocks(step) and same_messages(step, step.sent, NULL) and same_posts(step)
-    return same_clocks(step) and same_messages(step, step.arrived, step.produced)
+    return same_clocks(step) and same_messages(
+        step, step.sent if lowered else step.arrived, lowered
+    )
 
 
 cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) noexcept nogil:

@@ -82,6 +82,7 @@ cdef struct Step:
     int64_t width
     int64_t num_ranks
     int64_t num_stages
+    int64_t* ranks      # The rank of each stage.
     # Kinds [4 num_stages], and messages [2 num_stages + 2, stride]; what a loop does not use is
     # NULL.
     Kind* kinds

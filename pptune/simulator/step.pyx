@@ -89,7 +89,6 @@ cdef class Player:
     cdef object order
     cdef object executor
     cdef bint spans
-    cdef bint folded
     cdef StartedBy started_by
     cdef bint one_at_a_time
     # Stage times by work, then the parts of a hop, forward and backward [NUM_ROWS, num_stages];
@@ -106,16 +105,18 @@ cdef class Player:
 
     def __cinit__(self, order, costs, executor, bint spans):
         cdef Step* step = &self.step
-        cdef int64_t num_ranks = order.num_ranks, rank, link
+        cdef int64_t num_ranks = order.num_ranks, rank, stage, link
+        cdef bint folded
         rules = WAITS[executor]
         self.order, self.executor, self.spans = order, executor, spans
-        self.folded = order.placement == "v"
+        folded = order.placement == "v"
         self.one_at_a_time = rules.one_at_a_time
         self.started_by = started_by(order, rules)
         step.num_ranks, step.num_stages = num_ranks, order.num_stages
         step.pairs_together = rules.pairs_send_together
         step.saved = NONE
         self.costs = <double*> calloc(NUM_ROWS * step.num_stages, sizeof(double))
+        step.ranks = <int64_t*> malloc(step.num_stages * sizeof(int64_t))
         step.kinds = <Kind*> malloc(4 * step.num_stages * sizeof(Kind))
         step.clocks = <Clock*> calloc(num_ranks, sizeof(Clock))
         step.places = <int64_t*> calloc(num_ranks, sizeof(int64_t))
@@ -125,11 +126,14 @@ cdef class Player:
         step.saved_free = <double*> malloc(2 * num_ranks * sizeof(double))
         step.queues = <Queue*> malloc(2 * num_ranks * sizeof(Queue))
         if (
-            self.costs == NULL or step.kinds == NULL or step.clocks == NULL or step.places == NULL
+            self.costs == NULL or step.ranks == NULL or step.kinds == NULL
+            or step.clocks == NULL or step.places == NULL
             or step.limits == NULL or step.sends == NULL or step.free == NULL
             or step.saved_free == NULL or step.queues == NULL
         ):
             raise MemoryError
+        for stage in range(step.num_stages):
+            step.ranks[stage] = rank_of(stage, num_ranks, folded)
         self.read(costs)
         step.wired = any_wire(step.num_stages, self.costs)
         for rank in range(num_ranks):
@@ -139,6 +143,7 @@ cdef class Player:
 
     def __dealloc__(self):
         free(self.costs)
+        free(self.step.ranks)
         free(self.step.kinds)
         free(self.step.clocks)
         free(self.step.places)
@@ -224,12 +229,13 @@ cdef class Player:
         step.stride = padded(self.num_microbatches)
         if self.started_by != BY_SENDER:
             self.posts = posts_of(
-                self.codes, step.num_stages, self.num_microbatches, self.folded, self.executor
+                self.codes, step.num_stages, self.num_microbatches,
+                self.order.placement == "v", self.executor,
             )
             step.posted_after, step.waits = self.posts.posted_after, self.posts.waits
             step.ticks, step.produced_tick = self.posts.ticks, self.posts.produced_tick
             step.streams, step.stream_width = self.posts.streams, self.posts.stream_width
-        fill_kinds(step, self.folded, self.started_by, self.costs, self.overhead)
+        fill_kinds(step, self.started_by, self.costs, self.overhead)
         before_room = self.room
         self.make_messages(&before)
         give_back(before_room)
@@ -335,7 +341,7 @@ cdef class Player:
                 + num_split * (overhead[BACKWARD_INPUT] + overhead[BACKWARD_WEIGHT])
             )
         for stage in range(step.num_stages):
-            rank = rank_of(stage, num_ranks, self.folded)
+            rank = step.ranks[stage]
             for work in range(2):
                 occupied = num_microbatches * (
                     step.kinds[4 * stage + work].total - costs[work * num_stages + stage] - overhead[work]
@@ -380,7 +386,7 @@ cdef class Player:
         cdef double* ends = starts + num_actions
         cdef double* sents = ends + num_actions
         cdef double* arrivals = sents + num_actions
-        fill_kinds(step, self.folded, BY_RECEIVER, self.costs, self.overhead)
+        fill_kinds(step, BY_RECEIVER, self.costs, self.overhead)
         for rank in range(step.num_ranks):
             now = held_s = 0.0
             pending = NONE
@@ -461,7 +467,7 @@ cdef bint any_wire(int64_t num_stages, const double* costs) noexcept:
 
 
 cdef void fill_kinds(
-    Step* step, bint folded, StartedBy started_by, const double* costs, const double* overhead
+    Step* step, StartedBy started_by, const double* costs, const double* overhead
 ) noexcept:
     """What the inner loops look up, from a cost table, for messages started by that end."""
     cdef int64_t num_ranks = step.num_ranks, num_stages = step.num_stages, stride = step.stride
@@ -469,7 +475,7 @@ cdef void fill_kinds(
     cdef const double* hop
     cdef Kind* kind
     for stage in range(num_stages):
-        rank = rank_of(stage, num_ranks, folded)
+        rank = step.ranks[stage]
         for work in range(4):
             kind = &step.kinds[4 * stage + work]
             kind.input, kind.output = 2 * num_stages * stride, (2 * num_stages + 1) * stride
@@ -485,9 +491,9 @@ cdef void fill_kinds(
             hops = FORWARD_HOPS if work == FORWARD else BACKWARD_HOPS
             kind.output = (row + stage) * stride
             source, target = stage - way, stage + way
-            if 0 <= source < num_stages and rank_of(source, num_ranks, folded) != rank:
+            if 0 <= source < num_stages and step.ranks[source] != rank:
                 hop = costs + hops * num_stages + min(source, stage)
-                link = link_of(rank_of(source, num_ranks, folded), rank, num_ranks)
+                link = link_of(step.ranks[source], rank, num_ranks)
                 kind.input = (row + source) * stride
                 kind.total += hop[RECEIVE * num_stages]
                 kind.input_link = link
@@ -497,18 +503,18 @@ cdef void fill_kinds(
                 if started_by == BY_RECEIVER:
                     kind.link = link
                     kind.latency, kind.wire = hop[LATENCY * num_stages], hop[WIRE * num_stages]
-            if 0 <= target < num_stages and rank_of(target, num_ranks, folded) != rank:
+            if 0 <= target < num_stages and step.ranks[target] != rank:
                 hop = costs + hops * num_stages + min(stage, target)
                 kind.send = hop[SEND * num_stages]
                 kind.total += kind.send
                 if started_by != BY_RECEIVER:
-                    kind.link = link_of(rank, rank_of(target, num_ranks, folded), num_ranks)
+                    kind.link = link_of(rank, step.ranks[target], num_ranks)
                     kind.latency, kind.wire = hop[LATENCY * num_stages], hop[WIRE * num_stages]
 
 
 cdef inline int64_t link_of(int64_t source, int64_t target, int64_t num_ranks) noexcept:
     """The link from one rank to its neighbour."""
-    return 2 * source + ((target - source + num_ranks) % num_ranks != 1)
+    return 2 * source + (target - source not in (1, 1 - num_ranks))
 
 
 cdef void clear(const Step* step, double* times) noexcept:
