@@ -25,7 +25,11 @@ _END, _ROUND_TRIPS, _OCCUPY = 0, 1, 2
 
 
 class Wire:
-    """One rank's buffers and its side of every exchange. "0 bytes" means the smallest message."""
+    """One rank's buffers and its side of every exchange. "0 bytes" means the smallest message.
+
+    Each message lies behind the one before it, as a pipeline's do: sent from one place again and
+    again it would stay in the caches, and seem faster than it is up to their size.
+    """
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.device = device
@@ -34,19 +38,22 @@ class Wire:
         size = max(max_bytes, _SMALLEST_BYTES)
         self._out = torch.zeros(size, dtype=torch.uint8, device=device)
         self._in = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._sent_bytes = self._received_bytes = 0
         # gloo takes a message faster whose receive is posted. NCCL works off what was posted in
         # order, so that there a receive posted early would hold up the answer behind it for ever.
         self._posts_early = device.type == "cpu"
 
     def send(self, num_bytes: int, target: int) -> dist.Work:
         """Begin to send."""
-        work = dist.isend(self._out[: max(num_bytes, _SMALLEST_BYTES)], target)
+        message, self._sent_bytes = _next_part(self._out, num_bytes, self._sent_bytes)
+        work = dist.isend(message, target)
         assert work is not None
         return work
 
     def post_receive(self, num_bytes: int, source: int) -> dist.Work:
         """Begin to receive."""
-        work = dist.irecv(self._in[: max(num_bytes, _SMALLEST_BYTES)], source)
+        message, self._received_bytes = _next_part(self._in, num_bytes, self._received_bytes)
+        work = dist.irecv(message, source)
         assert work is not None
         return work
 
@@ -147,13 +154,14 @@ class Wire:
 
     def exchange_around(self, num_bytes: int, *, step: int, repeats: int) -> list[float]:
         """Seconds of sending to rank + step and receiving from rank - step, all ranks together."""
-        size = max(num_bytes, _SMALLEST_BYTES)
         target, source = (self.rank + step) % self.num_ranks, (self.rank - step) % self.num_ranks
 
         def exchange() -> None:
+            out, self._sent_bytes = _next_part(self._out, num_bytes, self._sent_bytes)
+            into, self._received_bytes = _next_part(self._in, num_bytes, self._received_bytes)
             operations = [
-                dist.P2POp(dist.isend, self._out[:size], target),
-                dist.P2POp(dist.irecv, self._in[:size], source),
+                dist.P2POp(dist.isend, out, target),
+                dist.P2POp(dist.irecv, into, source),
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -165,3 +173,12 @@ class Wire:
         """Seconds of all-reduces over all ranks."""
         values = torch.zeros(num_bytes // 4, dtype=torch.float32, device=self.device)
         return [self._clock.measure(lambda: dist.all_reduce(values)) for _ in range(repeats)]
+
+
+def _next_part(buffer: torch.Tensor, num_bytes: int, begin: int) -> tuple[torch.Tensor, int]:
+    """The message of `num_bytes` from `begin` on, or from the buffer's start where its end is too
+    near, and where the next one begins."""
+    size = max(num_bytes, _SMALLEST_BYTES)
+    if begin + size > buffer.numel():
+        begin = 0
+    return buffer[begin : begin + size], begin + size
