@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from pptune.cost_model import CostModel, Setting
+from pptune.cost_model.memory import rank_parameter_bytes
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredStep, Visit, producer_end_s
 from pptune.measurement import Measurement
-from pptune.memory import rank_parameter_bytes
 from pptune.plan import SINGLE_STAGE, V_SHAPED, Plan, make_plan, placement_of
 from pptune.profiles import Layer, LayerPoint, Overhead, Profile, StepConstants
 from pptune.targets import illegal, parse_target

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pptune.cost_model import CostModel, Setting
+from pptune.cost_model.step_constants import allreduce_s
 from pptune.errors import PlanError, UsageError
 from pptune.estimate import Estimate, Infeasible
 from pptune.executors import Executor
@@ -24,7 +25,6 @@ from pptune.profiles import (
     Profile,
     StepConstants,
 )
-from pptune.step_constants import allreduce_s
 from pptune.targets import parse_target
 from tests.synthetic import synthetic_profile, uniform_link
 

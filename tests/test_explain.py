@@ -13,6 +13,8 @@ from pptune.errors import NoAnswer, UsageError
 from pptune.estimate import Estimate
 from pptune.executors import Executor
 from pptune.explain import explain, setting_of
+from pptune.explain.turning_points import ROUNDS, _runs
+from pptune.explain.uncertainty import World, _redraw_factors, with_bandwidth
 from pptune.explanation import Explanation
 from pptune.measurement import Measurement, t_quantile
 from pptune.plan import Plan, even_layers, make_plan
@@ -20,8 +22,6 @@ from pptune.plans_file import PlansFile, ProfileReference
 from pptune.profiles import LayerPoint, Overhead, Profile
 from pptune.search import Request, search
 from pptune.targets import parse_target
-from pptune.turning_points import ROUNDS, _runs
-from pptune.uncertainty import World, _redraw_factors, with_bandwidth
 from pptune.views.explanation import explanation_sheets, sentences
 from tests.synthetic import synthetic_profile, uniform_link
 

@@ -20,23 +20,23 @@ from numpy.typing import NDArray
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from pptune import residuals
 from pptune.cost_model import CostModel, Setting
 from pptune.errors import FileError, RankFailure, UsageError
 from pptune.estimate import Candidate, Estimate, PredictedPlan
 from pptune.executors import Executor
-from pptune.measured_search import Found, search_by_running
 from pptune.measured_step import Visit
 from pptune.model import ModelSpec
 from pptune.plan import Plan, even_layers, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, Space
 from pptune.profiles import Overhead, StepConstants
-from pptune.residuals import TIE_RATIO, Residuals, features
-from pptune.rounds import Entry, Rounds
 from pptune.targets import illegal, parse_target
+from pptune.validate import residuals
+from pptune.validate.measured_search import Found, search_by_running
+from pptune.validate.residuals import TIE_RATIO, Residuals, features
+from pptune.validate.rounds import Entry, Rounds
+from pptune.validate.verdict import summarise
+from pptune.validate.visit_study import Search, VisitStudy
 from pptune.validation_file import Run, ValidationFile, load_validation
-from pptune.verdict import summarise
-from pptune.visit_study import Search, VisitStudy
 from tests.synthetic import synthetic_profile, uniform_link
 
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from pptune.cost_model import CostModel, Setting
-from pptune.memory import MemoryParts, fullest_rank_range
+from pptune.cost_model.memory import MemoryParts, fullest_rank_range
 from pptune.plan import Plan, Schedule, make_plan
 from pptune.profiles import MemoryModel, Profile
 from pptune.targets import parse_target

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pptune.cost_model.partition import balanced_layers
 from pptune.errors import PlanError
-from pptune.partition import balanced_layers
 from pptune.plan import rank_of_stage
 
 

@@ -10,8 +10,8 @@ from pptune.errors import RankFailure
 from pptune.estimate import Breakdown
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
 from pptune.plan import Plan
-from pptune.rounds import Entry, Rounds, run_rounds
 from pptune.validate import doubts
+from pptune.validate.rounds import Entry, Rounds, run_rounds
 from pptune.validation_file import Run
 from tests.sample_documents import sample_estimate, sample_plan
 

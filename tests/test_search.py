@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pptune.cost_model import CostModel, Setting
+from pptune.cost_model.partition import balanced_layers
 from pptune.errors import FileError, NoAnswer, UsageError
 from pptune.estimate import Estimate
 from pptune.executors import Executor
-from pptune.partition import balanced_layers
 from pptune.plan import Plan, even_layers, make_plan
 from pptune.plans_file import PlansFile, ProfileReference
 from pptune.profiles import AllreducePoint, MemoryModel, Overhead, Profile, StepConstants

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pptune.validate.verdict import is_tied
 from pptune.validation_file import load_validation
-from pptune.verdict import is_tied
 from tests.two_hosts import available, two_hosts
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]

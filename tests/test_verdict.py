@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pptune.plan import Plan
+from pptune.validate.verdict import noise_floor, pairs_ordered, regret, spearman, summarise
 from pptune.validation_file import Run
-from pptune.verdict import noise_floor, pairs_ordered, regret, spearman, summarise
 from tests.sample_documents import sample_plan, sample_run
 
 

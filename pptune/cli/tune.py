@@ -51,10 +51,10 @@ def tune(
     from pptune.cost_model import Setting
     from pptune.plans_file import ProfileReference, save_plans
     from pptune.presets import DEFAULT_MODEL, resolve_model
-    from pptune.rounds import Rounds
     from pptune.runtime.world import detect_world
     from pptune.targets import parse_target
     from pptune.validate import Request, digest_of
+    from pptune.validate.rounds import Rounds
     from pptune.views.plans import ranking
     from pptune.views.profile import profile_sheets
 

@@ -90,9 +90,9 @@ def validate(
     """Run the best plans and the baseline for real, interleaved, and compare."""
     from pptune.plans_file import load_plans
     from pptune.profiles import find_profile, load_profile
-    from pptune.rounds import Rounds
     from pptune.validate import Request, check_trusted
-    from pptune.visit_study import Search
+    from pptune.validate.rounds import Rounds
+    from pptune.validate.visit_study import Search
 
     if (top is not None and top < 1) or repeats < 1:
         raise UsageError("--top and --repeats must be 1 or more")

@@ -32,12 +32,12 @@ from pptune.plan import Plan, Schedule, make_plan
 from pptune.plans_file import PlansFile, ProfileReference, Space
 from pptune.presets import PRESETS
 from pptune.profiles import Layer, LayerPoint, Link, Machine, Profile, load_profile
-from pptune.rounds import Rounds
-from pptune.simple_models import simple_models
 from pptune.targets import parse_target
 from pptune.validate import Request, Watch, validate
+from pptune.validate.rounds import Rounds
+from pptune.validate.simple_models import simple_models
+from pptune.validate.verdict import is_tied, summarise
 from pptune.validation_file import Run, ValidationFile, save_validation
-from pptune.verdict import is_tied, summarise
 
 TORCH = parse_target("torch")
 REAL_MODELS = ("gpt-small-cpu", "gpt-long-cpu")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pptune.cost_model.stage_times import ModelTimes
 from pptune.executors import Executor
 from pptune.plan import Plan
 from pptune.profiles import MemoryModel, Profile
 from pptune.schedules import Order, peak_in_flight_bytes
-from pptune.stage_times import ModelTimes
 
 Floats = NDArray[np.float64]
 

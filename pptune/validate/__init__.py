@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from pptune.baseline import is_named
 from pptune.calibration import (
     apply_calibration,
     calibration_plans,
@@ -18,19 +17,20 @@ from pptune.calibration import (
 from pptune.cost_model import CostModel, Setting
 from pptune.errors import NoAnswer, RankFailure, UsageError
 from pptune.estimate import Infeasible, PredictedPlan
-from pptune.measured_search import Found, search_by_running
 from pptune.measurement import outlier_warning, quantised_warning
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.plan_runs import Ranks, RunPlan, replayed_times, runner
 from pptune.plans_file import PlansFile
 from pptune.profiles import Link, Profile
-from pptune.rounds import Entry, Rounds, run_rounds
-from pptune.simple_models import simple_models
+from pptune.search.baseline import is_named
 from pptune.targets import parse_target
+from pptune.validate.measured_search import Found, search_by_running
+from pptune.validate.rounds import Entry, Rounds, run_rounds
+from pptune.validate.simple_models import simple_models
+from pptune.validate.verdict import summarise
+from pptune.validate.visit_study import Search, VisitStudy, open_visit_study
 from pptune.validation_file import Run, ValidationFile
-from pptune.verdict import summarise
-from pptune.visit_study import Search, VisitStudy, open_visit_study
 
 _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0

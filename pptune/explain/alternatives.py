@@ -8,7 +8,7 @@ from pptune.errors import UsageError
 from pptune.estimate import Estimate
 from pptune.explanation import Alternative
 from pptune.plan import Plan
-from pptune.space import Axes, Listing, list_plans
+from pptune.search.space import Axes, Listing, list_plans
 from pptune.targets import Target, illegal
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from pptune.cost_model import CostModel
 from pptune.plans_file import ProfileReference
-from pptune.request import Query
-from pptune.scores import Scores, families
-from pptune.study import open_study, record, sample
+from pptune.search.request import Query
+from pptune.search.scores import Scores, families
+from pptune.search.study import open_study, record, sample
 
 if TYPE_CHECKING:
     import optuna

@@ -9,22 +9,22 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.bounds import StepBound, step_bound
-from pptune.errors import MissingNumber
-from pptune.executors import Executor
-from pptune.hops import Links, message_bytes
-from pptune.memory import (
+from pptune.cost_model.bounds import StepBound, step_bound
+from pptune.cost_model.hops import Links, message_bytes
+from pptune.cost_model.memory import (
     ActivationMemory,
     StaticMemory,
     activation_memory,
     rank_parameter_bytes,
     static_memory,
 )
+from pptune.cost_model.stage_times import ModelTimes, StageTimes, layer_seconds, stage_times
+from pptune.cost_model.step_constants import constant_costs
+from pptune.errors import MissingNumber
+from pptune.executors import Executor
 from pptune.plan import Plan
 from pptune.profiles import Overhead, Profile, Source, weakest
 from pptune.simulator import Costs, Hops
-from pptune.stage_times import ModelTimes, StageTimes, layer_seconds, stage_times
-from pptune.step_constants import constant_costs
 
 Floats = NDArray[np.float64]
 

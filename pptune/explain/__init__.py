@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace as replaced
 
-from pptune.alternatives import Question, by_step_time, list_alternatives
 from pptune.cost_model import CostModel, Setting
 from pptune.curves import fit_curve, layer_times, usable_points
 from pptune.errors import NoAnswer, UsageError
 from pptune.estimate import Candidate, Estimate
+from pptune.explain.alternatives import Question, by_step_time, list_alternatives
+from pptune.explain.losses import equal_stages_bubble_ratio, head_loss, parts_s, step_share
+from pptune.explain.turning_points import at_microbatches, break_even_bandwidth, chunk_ranges
+from pptune.explain.uncertainty import World, confidence, sensitivities
 from pptune.explanation import Alternative, Explanation, Rival, SizeRow, StepShare
-from pptune.losses import equal_stages_bubble_ratio, head_loss, parts_s, step_share
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
 from pptune.profiles import Profile
-from pptune.space import Axes
+from pptune.search.space import Axes
 from pptune.targets import parse_target
-from pptune.turning_points import at_microbatches, break_even_bandwidth, chunk_ranges
-from pptune.uncertainty import World, confidence, sensitivities
 
 MAX_CONTENDERS = 8
 """Plans that compete when the profile's numbers are moved: the pick and those nearest to it."""

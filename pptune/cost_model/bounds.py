@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.memory import per_rank
+from pptune.cost_model.memory import per_rank
 from pptune.plan import Plan
 from pptune.schedules import Work
 from pptune.simulator import Costs

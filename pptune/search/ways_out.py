@@ -6,8 +6,8 @@ from dataclasses import replace
 from pptune.cost_model import CostModel
 from pptune.errors import NoAnswer
 from pptune.plan import Plan
-from pptune.scores import Scores, families
-from pptune.space import Axes, Listing, measured_sizes
+from pptune.search.scores import Scores, families
+from pptune.search.space import Axes, Listing, measured_sizes
 from pptune.units import format_bytes, format_seconds
 
 _MAX_RULES = 4

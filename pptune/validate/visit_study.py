@@ -18,7 +18,7 @@ import msgspec
 
 from pptune.plan import Plan
 from pptune.plans_file import PlansFile
-from pptune.study import INDEX, open_study, storage_errors
+from pptune.search.study import INDEX, open_study, storage_errors
 from pptune.validation_file import Run
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pptune.cost_model import CostModel
 from pptune.errors import UsageError
 from pptune.plan import Schedule
 from pptune.profiles import Profile
-from pptune.scores import Scores
-from pptune.space import Axes, Layout, Listing, list_plans
+from pptune.search.scores import Scores
+from pptune.search.space import Axes, Layout, Listing, list_plans
 from pptune.targets import Target
 
 MAX_ENUMERATED = 100_000

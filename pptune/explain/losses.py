@@ -8,12 +8,12 @@ from msgspec.structs import replace as replaced
 from numpy.typing import NDArray
 
 from pptune.cost_model import CostModel
+from pptune.cost_model.stage_times import ModelTimes
 from pptune.curves import usable_points
 from pptune.estimate import Estimate
 from pptune.explanation import HeadLoss, StepShare
 from pptune.plan import Plan
 from pptune.simulator import Costs, simulate
-from pptune.stage_times import ModelTimes
 
 Floats = NDArray[np.float64]
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pptune.baseline import baselines, estimated
 from pptune.cost_model import CostModel, Setting
 from pptune.curves import slows_with_size
 from pptune.errors import NoAnswer, UsageError
 from pptune.estimate import Candidate
 from pptune.plans_file import PlansFile, ProfileReference, Space
 from pptune.profiles import Profile
-from pptune.request import Query, Request, axes_of
-from pptune.sampling import sampled, store
-from pptune.scores import OutOfTime, Progress, Scores
-from pptune.space import Axes, Listing, text_of_axes
-from pptune.ways_out import nothing_fits, nothing_legal
+from pptune.search.baseline import baselines, estimated
+from pptune.search.request import Query, Request, axes_of
+from pptune.search.sampling import sampled, store
+from pptune.search.scores import OutOfTime, Progress, Scores
+from pptune.search.space import Axes, Listing, text_of_axes
+from pptune.search.ways_out import nothing_fits, nothing_legal
 
 __all__ = ["Request", "count_plans", "search"]
 

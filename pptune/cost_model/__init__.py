@@ -12,18 +12,24 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.composition import Inputs, Surroundings, compose, overhead_of, surroundings
+from pptune.cost_model.composition import Inputs, Surroundings, compose, overhead_of, surroundings
+from pptune.cost_model.hops import Links
+from pptune.cost_model.memory import (
+    MemoryParts,
+    fullest_rank_range,
+    peak_bytes,
+    peak_memory,
+    per_rank,
+)
+from pptune.cost_model.partition import balanced_layers
+from pptune.cost_model.stage_times import ModelTimes, model_times
 from pptune.errors import MissingNumber, UsageError
 from pptune.estimate import Breakdown, Estimate, Infeasible
 from pptune.executors import Executor
-from pptune.hops import Links
-from pptune.memory import MemoryParts, fullest_rank_range, peak_bytes, peak_memory, per_rank
-from pptune.partition import balanced_layers
 from pptune.plan import Plan
 from pptune.profiles import Link, Overhead, Profile
 from pptune.schedules import Order, generate
 from pptune.simulator import Costs, Simulation, simulate
-from pptune.stage_times import ModelTimes, model_times
 from pptune.targets import Target, executor_of
 
 Floats = NDArray[np.float64]

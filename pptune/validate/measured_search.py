@@ -16,11 +16,11 @@ import numpy as np
 
 from pptune.errors import NoAnswer, RankFailure
 from pptune.plan import Plan
-from pptune.residuals import TIE_RATIO, Outlook, Residuals
-from pptune.rounds import Entry, Rounds, RunPlan, run_rounds
 from pptune.units import format_ratio, format_seconds
+from pptune.validate.residuals import TIE_RATIO, Outlook, Residuals
+from pptune.validate.rounds import Entry, Rounds, RunPlan, run_rounds
+from pptune.validate.visit_study import VisitStudy
 from pptune.validation_file import Run
-from pptune.visit_study import VisitStudy
 
 _ENOUGH_DOUBT = 0.1
 """Exploring ends when the chance that any other plan is worthwhile falls below this."""

@@ -7,9 +7,9 @@ from pptune.cost_model import CostModel
 from pptune.errors import UsageError
 from pptune.estimate import Estimate, PredictedPlan
 from pptune.plan import Plan, Schedule
-from pptune.request import Query
-from pptune.scores import Scores
-from pptune.space import Axes, Listing
+from pptune.search.request import Query
+from pptune.search.scores import Scores
+from pptune.search.space import Axes, Listing
 
 _AXES = {
     "num_chunks": "num_chunks",

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace as replaced
 
-from pptune.alternatives import Question, by_step_time, fastest
+from pptune.cost_model.hops import Links
+from pptune.explain.alternatives import Question, by_step_time, fastest
+from pptune.explain.uncertainty import World, with_bandwidth
 from pptune.explanation import Alternative, Bandwidth, ChunkRange
-from pptune.hops import Links
 from pptune.plan import Plan, default_group_size
-from pptune.uncertainty import World, with_bandwidth
 
 RULE_OF_THUMB = 1.2
 """Below about M = 1.2 V P steady state is said to be too short for V chunks to pay."""
