@@ -9,7 +9,8 @@ import numpy as np
 
 from pptune.executors import WAITS, Receive, Wait
 from pptune.schedules.orders cimport (
-    BACKWARD, BACKWARD_WEIGHT, FORWARD, Codes, address_of, is_paired, kind_of, microbatch_of, padded, stage_of,
+    BACKWARD, BACKWARD_WEIGHT, FORWARD, Codes, address_of, is_paired, kind_of, microbatch_of,
+    padded, stage_of,
     work_of,
 )
 from pptune.simulator.state cimport (
@@ -131,8 +132,8 @@ cdef place_exchanges(
 # Where torch's schedule runtime posts its receives.
 #
 # torch lowers a compute-only order to one with sends and receives (schedules.py:
-# _add_unshard_reshard, _add_reduce_grad, _add_send_recv) by walking all ranks in step. In every tick
-# each rank, lowest first, does its next entry if what that needs is there; when an entry sends, its
+# _add_unshard_reshard, _add_reduce_grad, _add_send_recv) by walking all ranks in step. In every
+# tick each rank, lowest first, does its next entry if what that needs is there; when an entry sends, its
 # receive is appended to the receiver's list, behind what that rank has done by then. Entries are
 # actions, an overlapped pair counting as one, and what torch adds for sharded parameters and
 # gradient reduction; those take a tick whether or not they do anything.
@@ -197,8 +198,8 @@ cdef void count_extra(Codes codes, int32_t* extra) noexcept:
 cdef lower_torch(
     Codes codes, int64_t num_stages, int64_t num_microbatches, bint folded, Posts posts
 ):
-    """Fill `posted_after`, `ticks` and `produced_tick`. Where the order deadlocks, the rest stays as
-    it is."""
+    """Fill `posted_after`, `ticks` and `produced_tick`. Where the order deadlocks, the rest stays
+    as it is."""
     cdef int64_t num_ranks = codes.num_ranks, width = codes.width
     cdef Entry* entries = <Entry*> malloc(4 * num_stages * sizeof(Entry))
     cdef int32_t* extra = <int32_t*> malloc((num_ranks * width + 1) * sizeof(int32_t))

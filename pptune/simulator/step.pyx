@@ -10,7 +10,7 @@ import numpy as np
 
 from pptune.executors import WAITS, Receive
 from pptune.schedules.orders cimport (
-    BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Codes, address_of, is_paired, kind_of, microbatch_of,
+    BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Codes, address_of, is_paired, kind_of,
     padded, stage_of, work_of,
 )
 from pptune.simulator.one_sided cimport play_one_sided
@@ -344,7 +344,8 @@ cdef class Player:
             rank = step.ranks[stage]
             for work in range(2):
                 occupied = num_microbatches * (
-                    step.kinds[4 * stage + work].total - costs[work * num_stages + stage] - overhead[work]
+                    step.kinds[4 * stage + work].total - costs[work * num_stages + stage]
+                    - overhead[work]
                 )
                 exposed[rank] += occupied
                 step.clocks[rank].spent -= occupied
