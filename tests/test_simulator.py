@@ -303,10 +303,10 @@ class TestAgainstThePlainSimulator:
         assert extrapolated > compared / 2
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("part", range(100))
+    @pytest.mark.parametrize("part", range(200))
     def test_two_hundred_uniform_steps_of_up_to_20000_microbatches(self, part: int) -> None:
-        _, compared = self.uniform_cases(2, seed=5, most=20_000, turn=2 * part)
-        assert compared == 2
+        _, compared = self.uniform_cases(1, seed=5, most=20_000, turn=part)
+        assert compared == 1
 
     @staticmethod
     def uniform_cases(num_cases: int, *, seed: int, most: int, turn: int = 0) -> tuple[int, int]:
