@@ -7,7 +7,7 @@ the clock. It shares no code with pptune.simulator beyond the cost and order val
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -238,7 +238,7 @@ class Step:
 
     def lowered(self) -> list[list[tuple]]:
         """What torch's lowering makes of the order, walked tick by tick as torch does."""
-        entries = [self._with_extras(rank) for rank in range(len(self.lists))]
+        entries = [deque(self._with_extras(rank)) for rank in range(len(self.lists))]
         lowered: list[list[tuple]] = [[] for _ in self.lists]
         posted: list[set[Name]] = [set() for _ in self.lists]
         while any(entries):
@@ -257,7 +257,7 @@ class Step:
                         lowered[rank].append(("send", output))
                         lowered[receiver].append(("receive", output))
                         posted[receiver].add(output)
-                waiting.pop(0)
+                waiting.popleft()
                 progress = True
             if not progress:
                 raise Deadlock
@@ -283,8 +283,8 @@ class Step:
         active: set[int] = set()
         for index, group in enumerate(groups):
             upcoming: list[int] = []
-            for later in groups[index:]:
-                for stage in (actions[at].stage for at in later):
+            for later in range(index, len(groups)):
+                for stage in (actions[at].stage for at in groups[later]):
                     if stage not in upcoming:
                         upcoming.append(stage)
                 if len(upcoming) >= min(3, num_left[index]):

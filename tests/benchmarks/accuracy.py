@@ -54,7 +54,7 @@ class Effort:
     profile_budget: str
 
 
-FULL = Effort(rounds=8, steps=3, profile_budget="75s")
+FULL = Effort(rounds=6, steps=3, profile_budget="75s")
 QUICK = Effort(rounds=3, steps=2, profile_budget="30s")
 
 
