@@ -63,6 +63,7 @@ class Evaluation:
     step_time_s: float
     simulation: Simulation
     inputs: Inputs
+    order: Order
 
 
 class CostModel:
@@ -95,7 +96,9 @@ class CostModel:
         A plan that does not fit in memory has an estimate, with `fits` "no".
         """
         try:
-            return self._estimate(self.evaluate(plan), self.peak_bytes(plan), plan)
+            evaluation = self.evaluate(plan)
+            peaks = _peak_bytes(plan, evaluation.inputs, evaluation.order)
+            return self._estimate(evaluation, peaks, plan)
         except MissingNumber as error:
             return Infeasible(rule=error.rule, reason=str(error))
 
@@ -108,6 +111,7 @@ class CostModel:
             step_time_s=simulation.step_time_s + inputs.longest_constant_s,
             simulation=simulation,
             inputs=inputs,
+            order=order,
         )
 
     def simulation(self, plan: Plan, *, spans: bool = True) -> Simulation:
@@ -158,16 +162,7 @@ class CostModel:
 
     def peak_bytes(self, plan: Plan) -> Floats | None:
         """Peak bytes of every rank, float64[num_ranks]: the sum of `memory`'s parts."""
-        inputs = self.inputs(plan)
-        if inputs.static is None or inputs.activation is None:
-            return None
-        return peak_bytes(
-            plan,
-            self.order(plan),
-            static=inputs.static,
-            activation=inputs.activation,
-            executor=inputs.executor,
-        )
+        return _peak_bytes(plan, self.inputs(plan), self.order(plan))
 
     def surely_fit(self, plans: Sequence[Plan]) -> list[bool | None]:
         """Whether each of `plans`, which differ in N alone, fits; None if only the order tells."""
@@ -304,6 +299,18 @@ class CostModel:
         parallel = self.profile.parallel
         num_devices = plan.num_ranks * plan.data_parallel * parallel.tensor * parallel.context
         return plan.global_batch_size * flops / (step_time_s * peak * num_devices)
+
+
+def _peak_bytes(plan: Plan, inputs: Inputs, order: Order) -> Floats | None:
+    if inputs.static is None or inputs.activation is None:
+        return None
+    return peak_bytes(
+        plan,
+        order,
+        static=inputs.static,
+        activation=inputs.activation,
+        executor=inputs.executor,
+    )
 
 
 def breakdown(simulation: Simulation, constant_s: Floats, step_time_s: float) -> Breakdown:
