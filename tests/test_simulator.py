@@ -304,27 +304,35 @@ class TestAgainstThePlainSimulator:
         random_cases(100, seed=3, ranks=16, chunks=8, microbatches=200, turn=100 * part)
 
     def test_uniform_steps_are_extrapolated(self) -> None:
-        extrapolated, compared = self.uniform_cases(30, seed=4, most=300)
+        extrapolated, compared = self.uniform_cases(30, seed=4, least=30, most=300)
         assert extrapolated > compared / 2
 
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(20))
     def test_two_hundred_uniform_steps_of_up_to_20000_microbatches(self, part: int) -> None:
         extrapolated, compared = self.uniform_cases(
-            10, seed=5, most=20_000, ranks=3, chunks=2, turn=10 * part
+            10, seed=5, least=200, most=20_000, ranks=3, chunks=2, turn=10 * part
         )
         assert extrapolated > compared / 2
 
     @staticmethod
     def uniform_cases(
-        num_cases: int, *, seed: int, most: int, ranks: int = 4, chunks: int = 3, turn: int = 0
+        num_cases: int,
+        *,
+        seed: int,
+        least: int,
+        most: int,
+        ranks: int = 4,
+        chunks: int = 3,
+        turn: int = 0,
     ) -> tuple[int, int]:
+        """How many of that many steps, of `least` to `most` micro-batches, were extrapolated."""
         rng = np.random.default_rng((seed, turn))
         extrapolated = compared = 0
         while compared < num_cases:
             schedule, executor = SCHEDULES[turn % 9], COUNTED[turn // 9 % len(COUNTED)]
             turn += 1
-            microbatches = log_uniform(rng, most // 100, most)
+            microbatches = log_uniform(rng, least, most)
             size = draw_size(rng, schedule, ranks=ranks, chunks=chunks, microbatches=microbatches)
             try:
                 order = contract.make(schedule, size)
