@@ -50,11 +50,13 @@ def group() -> Iterator[RankGroup]:
 
 
 def ranks_alive(of: int | None = None) -> list[psutil.Process]:
-    """Processes below `of` (default: this one) that have not ended."""
+    """Processes below `of` (default: this one) that have not ended, but for Python's own tracker,
+    which tests of other files may have left."""
     return [
         child
         for child in psutil.Process(of).children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE
+        and "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
     ]
 
 

@@ -143,10 +143,12 @@ class RankGroup:
 
     def _doing(self, number: int, rank: int) -> str:
         child = self._agent.children.get(rank)
-        if child is not None or self._store is None:
-            return "starting" if child is None else child.doing
+        if child is not None:
+            return child.doing
         key = _key("doing", number, rank)
-        return self._store.get(key).decode() if self._store.check([key]) else "starting"
+        if self._store is not None and self._store.check([key]):
+            return self._store.get(key).decode()
+        return "starting"
 
     def _raise_timeout(self, command: dict[str, Any], answers: dict[int, dict[str, Any]]) -> None:
         missing = self._missing(answers)

@@ -22,7 +22,6 @@ from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.wait_times import WaitTimes
 
 if TYPE_CHECKING:
-    from pptune.runtime.layers import LayerMeasurement
     from pptune.runtime.pipeline import PlanRunner
 
 _EMIT_EVERY_S = 3.0
@@ -121,13 +120,13 @@ def measure_layers(
     budget_s: float,
 ) -> dict[str, Any]:
     """Times and sizes of the model's layers (layers.py); rank 0 emits what it has now and then."""
-    from pptune.runtime.layers import measure_layers as measured
+    from pptune.runtime import layers
     from pptune.runtime.pipeline import torch_dtype
 
     spec = msgspec.convert(model, ModelSpec)
     started = last_s = time.monotonic()
 
-    def on_round(result: "LayerMeasurement") -> None:
+    def on_round(result: layers.LayerMeasurement) -> None:
         nonlocal last_s
         now = time.monotonic()
         if context.rank == 0 and now - last_s > _EMIT_EVERY_S:
@@ -137,7 +136,7 @@ def measure_layers(
                  "result": msgspec.to_builtins(result)}
             )  # fmt: skip
 
-    result = measured(
+    result = layers.measure_layers(
         spec, sizes, dtype=torch_dtype(dtype), device=context.device, recompute=recompute,
         max_noise=max_noise, budget_s=budget_s, on_round=on_round, doing=context.status,
     )  # fmt: skip
@@ -147,9 +146,9 @@ def measure_layers(
 
 def measure_links(context: RankContext, *, max_noise: float, budget_s: float) -> dict[str, Any]:
     """Latency and bandwidth of every link of the ring (links.py)."""
-    from pptune.runtime.links import measure_links as measured
+    from pptune.runtime import links
 
-    result = measured(
+    result = links.measure_links(
         device=context.device, node=context.node, max_noise=max_noise, budget_s=budget_s,
         doing=context.status,
     )  # fmt: skip

@@ -24,36 +24,47 @@ class _Order:
 _END, _ROUND_TRIPS, _OCCUPY = 0, 1, 2
 
 
-class Wire:
-    """One rank's buffers and its side of every exchange. "0 bytes" means the smallest message.
+class _Buffer:
+    """Memory for messages of up to `size` bytes, each behind the one before it.
 
-    Each message lies behind the one before it, as a pipeline's do: sent from one place again and
-    again it would stay in the caches, and seem faster than it is up to their size.
+    A pipeline's messages lie elsewhere each time, too. From one place again and again they would
+    stay in the caches, and seem faster than they are up to the caches' size.
     """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(max(size, _SMALLEST_BYTES), dtype=torch.uint8, device=device)
+        self._next = 0
+
+    def message(self, num_bytes: int) -> torch.Tensor:
+        """Room for the next message, uint8[num_bytes]; at the start where the end is too near."""
+        size = max(num_bytes, _SMALLEST_BYTES)
+        begin = self._next if self._next + size <= self._bytes.numel() else 0
+        self._next = begin + size
+        return self._bytes[begin : self._next]
+
+
+class Wire:
+    """One rank's buffers and its side of every exchange. "0 bytes" means the smallest message."""
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.device = device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._clock = clock_for(device)
-        size = max(max_bytes, _SMALLEST_BYTES)
-        self._out = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._in = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._sent_bytes = self._received_bytes = 0
+        self._out = _Buffer(max_bytes, device)
+        self._in = _Buffer(max_bytes, device)
         # gloo takes a message faster whose receive is posted. NCCL works off what was posted in
         # order, so that there a receive posted early would hold up the answer behind it for ever.
         self._posts_early = device.type == "cpu"
 
     def send(self, num_bytes: int, target: int) -> dist.Work:
         """Begin to send."""
-        message, self._sent_bytes = _next_part(self._out, num_bytes, self._sent_bytes)
-        work = dist.isend(message, target)
+        work = dist.isend(self._out.message(num_bytes), target)
         assert work is not None
         return work
 
     def post_receive(self, num_bytes: int, source: int) -> dist.Work:
         """Begin to receive."""
-        message, self._received_bytes = _next_part(self._in, num_bytes, self._received_bytes)
-        work = dist.irecv(message, source)
+        work = dist.irecv(self._in.message(num_bytes), source)
         assert work is not None
         return work
 
@@ -157,11 +168,9 @@ class Wire:
         target, source = (self.rank + step) % self.num_ranks, (self.rank - step) % self.num_ranks
 
         def exchange() -> None:
-            out, self._sent_bytes = _next_part(self._out, num_bytes, self._sent_bytes)
-            into, self._received_bytes = _next_part(self._in, num_bytes, self._received_bytes)
             operations = [
-                dist.P2POp(dist.isend, out, target),
-                dist.P2POp(dist.irecv, into, source),
+                dist.P2POp(dist.isend, self._out.message(num_bytes), target),
+                dist.P2POp(dist.irecv, self._in.message(num_bytes), source),
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -173,12 +182,3 @@ class Wire:
         """Seconds of all-reduces over all ranks."""
         values = torch.zeros(num_bytes // 4, dtype=torch.float32, device=self.device)
         return [self._clock.measure(lambda: dist.all_reduce(values)) for _ in range(repeats)]
-
-
-def _next_part(buffer: torch.Tensor, num_bytes: int, begin: int) -> tuple[torch.Tensor, int]:
-    """The message of `num_bytes` from `begin` on, or from the buffer's start where its end is too
-    near, and where the next one begins."""
-    size = max(num_bytes, _SMALLEST_BYTES)
-    if begin + size > buffer.numel():
-        begin = 0
-    return buffer[begin : begin + size], begin + size

@@ -1,5 +1,6 @@
 """Scoring many plans: play those that may win, exclude by a proven bound those that cannot."""
 
+import contextlib
 import heapq
 import time
 from collections import Counter
@@ -107,10 +108,7 @@ class Scores:
         Raises OutOfTime past the deadline (time.monotonic).
         """
         best: list[tuple[float, int]] = []  # a heap of (-step time, -index): the slowest on top
-        wanted = list(indices)
-        for done, index in enumerate(wanted):
-            if done % _PROGRESS_EVERY == 0:
-                self._report(done, len(wanted), deadline, on_progress)
+        for index in _watched(indices, deadline, on_progress):
             hopeless = len(best) == top and self.bound_s[index] >= -best[0][0]
             if hopeless and not self.model.limits_memory:
                 break
@@ -121,8 +119,6 @@ class Scores:
                 heapq.heappush(best, entry)
             else:
                 heapq.heappushpop(best, entry)
-        if on_progress is not None:
-            on_progress(len(wanted), len(wanted))
         return [-index for _, index in sorted(best, reverse=True)]
 
     def leanest(
@@ -138,9 +134,7 @@ class Scores:
         Raises OutOfTime past the deadline.
         """
         wanted = list(indices)
-        for done, index in enumerate(wanted):
-            if done % _PROGRESS_EVERY == 0:
-                self._report(done, len(wanted), deadline, on_progress)
+        for index in _watched(wanted, deadline, on_progress):
             self.size(index)
         fitting = sorted((self.peak_bytes[i], i) for i in wanted if self.fits[i])
         if not fitting:
@@ -162,10 +156,7 @@ class Scores:
         Raises OutOfTime past the deadline.
         """
         kept: list[tuple[float, float, int, int]] = []
-        wanted = list(indices)
-        for done, index in enumerate(wanted):
-            if done % _PROGRESS_EVERY == 0:
-                self._report(done, len(wanted), deadline, on_progress)
+        for index in _watched(indices, deadline, on_progress):
             if not self.size(index):
                 continue
             plan = self.plans[index]
@@ -178,8 +169,6 @@ class Scores:
                 continue
             kept = [other for other in kept if not _beats(cost, other)]
             kept.append((*cost, index))
-        if on_progress is not None:
-            on_progress(len(wanted), len(wanted))
         return [index for *_, index in sorted(kept)]
 
     def lost_by(self, pick: int) -> Counter[str]:
@@ -199,13 +188,25 @@ class Scores:
             lost[REASONS[reason]] += 1
         return +lost
 
-    def _report(
-        self, done: int, total: int, deadline: float | None, on_progress: Progress | None
-    ) -> None:
-        if deadline is not None and time.monotonic() > deadline:
-            raise OutOfTime
-        if on_progress is not None:
-            on_progress(done, total)
+
+def _watched(
+    indices: Iterable[int], deadline: float | None, on_progress: Progress | None
+) -> Iterator[int]:
+    """The indices, with word of how far they are; all are done where the caller stops earlier.
+
+    Raises OutOfTime past the deadline.
+    """
+    wanted = list(indices)
+    with contextlib.suppress(GeneratorExit):
+        for done, index in enumerate(wanted):
+            if done % _PROGRESS_EVERY == 0:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise OutOfTime
+                if on_progress is not None:
+                    on_progress(done, len(wanted))
+            yield index
+    if on_progress is not None:
+        on_progress(len(wanted), len(wanted))
 
 
 def families(plans: Sequence[Plan]) -> Iterator[tuple[int, int]]:

@@ -10,8 +10,7 @@ import numpy as np
 from pptune.executors import WAITS, Receive, Wait
 from pptune.schedules.orders cimport (
     BACKWARD, BACKWARD_WEIGHT, FORWARD, Codes, address_of, is_paired, kind_of, microbatch_of,
-    padded, stage_of,
-    work_of,
+    padded, stage_of, work_of,
 )
 from pptune.simulator.state cimport (
     AFTER_NEXT, BEFORE_RECEIVE, NEVER, NONE, WITH_RECEIVE, name_of, rank_of,
@@ -133,10 +132,10 @@ cdef place_exchanges(
 #
 # torch lowers a compute-only order to one with sends and receives (schedules.py:
 # _add_unshard_reshard, _add_reduce_grad, _add_send_recv) by walking all ranks in step. In every
-# tick each rank, lowest first, does its next entry if what that needs is there; when an entry sends, its
-# receive is appended to the receiver's list, behind what that rank has done by then. Entries are
-# actions, an overlapped pair counting as one, and what torch adds for sharded parameters and
-# gradient reduction; those take a tick whether or not they do anything.
+# tick each rank, lowest first, does its next entry if what that needs is there; when an entry
+# sends, its receive is appended to the receiver's list, behind what that rank has done by then.
+# Entries are actions, an overlapped pair counting as one, and what torch adds for sharded
+# parameters and gradient reduction; those take a tick whether or not they do anything.
 
 cdef struct Entry:
     # By kind of action; NONE for no.

@@ -112,7 +112,7 @@ cdef struct Step:
     Queue* queues
     bint wired          # Whether any message occupies its link.
     # Cuts, see cuts.pxd.
-    bint cutting        # True while the step is played from cut to cut, False on the way to the end.
+    bint cutting        # Whether the step is played from cut to cut; False on the way to the end.
     int64_t cut         # The cut that is played up to.
     int64_t saved       # The cut whose state is kept for comparison, or NONE.
     int64_t last_cut    # The last cut that may be compared.

@@ -198,6 +198,7 @@ cdef class Player:
             else:
                 count = longer(count, total) if step.cutting else total
             step.cutting = step.cutting and count < total
+
     cdef int64_t first_count(self):
         """Cycles to play before the order is made longer, or 0 to play it whole."""
         cdef int64_t count

@@ -10,13 +10,11 @@ from libc.stdint cimport int8_t, int64_t
 
 from pptune.schedules.orders cimport is_paired, kind_of
 from pptune.simulator.cuts cimport (
-    moved, next_cut, no_cut, same_clocks, same_messages, set_limits, shift_of,
-    skip_cycles,
+    moved, next_cut, no_cut, same_clocks, same_messages, set_limits, shift_of, skip_cycles,
 )
 from pptune.simulator.state cimport (
     AFTER_NEXT, BEFORE_RECEIVE, DEADLOCK, DONE, GO_ON, NEVER, NONE, UNKNOWN, WITH_RECEIVE, Clock,
-    Kind, Queue, Sends, Status, Step, input_of, maker_of,
-    name_of, no_input, output_of, place_of,
+    Kind, Queue, Sends, Status, Step, input_of, maker_of, name_of, no_input, output_of, place_of,
 )
 
 

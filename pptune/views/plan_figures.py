@@ -158,11 +158,11 @@ def memory_bars(
         return None
     largest = max(peak for _, by_rank in peaks for peak in by_rank)
     unit, scale = bytes_unit([largest])
-    limit = plans.memory_limit_bytes
-    # A limit far above the bars would flatten them.
-    drawn = limit is not None and limit <= _FAR_ABOVE * largest
-    said = f", limit {format_bytes(limit)}" if limit is not None and not drawn else ""
-    figure = new_figure(f"peak memory ({unit}){said}", "rank")
+    limit, title = plans.memory_limit_bytes, f"peak memory ({unit})"
+    if limit is not None and limit > _FAR_ABOVE * largest:  # It would flatten the bars.
+        title += f", limit {format_bytes(limit)}"
+        limit = None
+    figure = new_figure(title, "rank")
     for (name, by_rank), colour in zip(peaks, cycle((BLUE, GREEN, GREY, ORANGE)), strict=False):
         figure.add_bar(
             name=name, x=list(range(len(by_rank))), y=[peak / scale for peak in by_rank],
@@ -170,7 +170,7 @@ def memory_bars(
             text=[f"{name}<br>rank {rank}: {format_bytes(peak)}"
                   for rank, peak in enumerate(by_rank)],
         )  # fmt: skip
-    if limit is not None and drawn:
+    if limit is not None:
         figure.add_hline(
             y=limit / scale, line={"color": RED, "dash": "dash"},
             annotation_text=f"limit {format_bytes(limit)}",

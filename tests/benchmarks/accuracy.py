@@ -138,11 +138,7 @@ def space(effort: Effort, folder: Path) -> dict[str, Any]:
     closed_form = simple_models(profile)["closed-form"]
     picks["closed-form"] = min(done, key=lambda run: closed_form(run.plan) or math.inf)
     figures["first_pick"] = {
-        name: {
-            "plan": pick.plan.label,
-            "regret": (pick.measured_s or 0.0) / (best.measured_s or 1.0) - 1,
-            "tied_with_best": is_tied(pick, best),
-        }
+        name: {"plan": pick.plan.label, "tied_with_best": is_tied(pick, best)}
         for name, pick in picks.items()
     }
     figures["best"] = best.plan.label
