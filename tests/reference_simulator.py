@@ -5,6 +5,7 @@ ranks are programs of small instructions, messages and links are objects, and a 
 the clock. It shares no code with pptune.simulator beyond the cost and order values it is given.
 """
 
+import gc
 import heapq
 import itertools
 from collections import defaultdict, deque
@@ -23,18 +24,37 @@ class Deadlock(Exception):
     """Nothing can happen any more, but ranks have not finished."""
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Message:
+    name: Name
     sender: int
     receiver: int
     latency: float
     wire: float
+    send_occupied: float
+    receive_occupied: float
     produced: float | None = None
     send_posted: bool = False
     receive_posted: bool = False
     started: bool = False
     arrived: float | None = None
     waiting: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """An action in its rank's list, what it takes and when it ran."""
+
+    action: Action
+    direction: str
+    seconds: float
+    overhead: float
+    input: Message | None = None
+    """The message it needs."""
+    output: Message | None = None
+    """The message it makes."""
+    start: float = 0.0
+    end: float = 0.0
 
 
 @dataclass
@@ -50,54 +70,40 @@ class RankResult:
 class Result:
     step: float
     ranks: list[RankResult]
-    start: dict[tuple[int, Action], float]
-    end: dict[tuple[int, Action], float]
-    arrived: dict[tuple[int, int, Work, int], float]
-    """By the rank and action that used the message."""
+    lists: list[list[Task]]
+    """Every rank's actions, with their times."""
 
     @property
     def longest_span(self) -> float:
-        spans = defaultdict(list)
-        for rank, action in self.start:
-            spans[rank] += [self.start[rank, action], self.end[rank, action]]
-        return max(max(times) - min(times) for times in spans.values())
+        return max(
+            max(task.end for task in tasks) - min(task.start for task in tasks)
+            for tasks in self.lists
+        )
 
 
 def simulate(order: Order, costs: Costs, executor: Executor) -> Result:
     """Play `order`; raises Deadlock."""
-    return Step(order, costs, executor).run()
+    gc.disable()  # It would look through every message and task again and again.
+    try:
+        return Player(order, costs, executor).run()
+    finally:
+        gc.enable()
 
 
-def direction(action: Action) -> str:
-    return "F" if action.work == Work.FORWARD else "B"
-
-
-class Step:
+class Player:
     def __init__(self, order: Order, costs: Costs, executor: Executor) -> None:
-        self.lists = [order.actions(rank) for rank in range(order.num_ranks)]
+        self.lists = tasks_of(order, costs)
         pairs = order.pairs.tolist()
         self.pairs = [
             pairs[int(order.offsets[rank]) : int(order.offsets[rank + 1])]
             for rank in range(order.num_ranks)
         ]
-        self.num_stages = order.num_stages
-        self.home = {
-            action.stage: rank for rank, actions in enumerate(self.lists) for action in actions
-        }
-        self.costs = costs
         self.executor = executor
-        self.messages: dict[Name, Message] = {}
-        self.links: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.links: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.sequence = itertools.count()
         self.now = 0.0
-        for actions in self.lists:
-            for action in actions:
-                self._make_message(action)
-        if executor is Executor.IDEAL:
-            for message in self.messages.values():
-                message.receive_posted = True
         self.programs = {
             Executor.IDEAL: self._ideal,
             Executor.TORCH_RUNTIME: self._torch_runtime,
@@ -106,64 +112,22 @@ class Step:
             Executor.MEGATRON_EXPOSED: self._megatron_exposed,
             Executor.MEGATRON_OVERLAP: self._megatron_overlap,
         }[executor]()
-        self.streams: dict[int, list[Message]] = defaultdict(list)
+        self.streams: dict[int, deque[Message]] = defaultdict(deque)
         if executor is Executor.TORCH_RUNTIME_SERIAL:
             for rank, program in enumerate(self.programs):
-                for kind, *values in program:
-                    if kind in ("send", "receive"):
-                        self.streams[rank].append(self.messages[values[0]])
+                self.streams[rank].extend(
+                    values[0] for kind, *values in program if kind in ("send", "receive")
+                )
         self.counters = [0] * len(self.lists)
         self.since = [0.0] * len(self.lists)
         self.results = [RankResult() for _ in self.lists]
-        self.start: dict[tuple[int, Action], float] = {}
-        self.end: dict[tuple[int, Action], float] = {}
 
     # Messages.
-
-    def _target(self, action: Action) -> int | None:
-        """The stage that takes this action's output, on another rank."""
-        if action.work == Work.BACKWARD_WEIGHT:
-            return None
-        target = action.stage + (1 if action.work == Work.FORWARD else -1)
-        if not 0 <= target < self.num_stages or self.home[target] == self.home[action.stage]:
-            return None
-        return target
-
-    def output(self, action: Action) -> Name | None:
-        if self._target(action) is None:
-            return None
-        return direction(action), action.stage, action.microbatch
-
-    def needed(self, action: Action) -> Name | None:
-        if action.work == Work.BACKWARD_WEIGHT:
-            return None
-        source = action.stage - (1 if action.work == Work.FORWARD else -1)
-        name = direction(action), source, action.microbatch
-        return name if name in self.messages else None
-
-    def _hops(self, name: Name):
-        kind, stage, _ = name
-        boundary = stage if kind == "F" else stage - 1
-        hops = self.costs.forward_hops if kind == "F" else self.costs.backward_hops
-        return hops, boundary
-
-    def _make_message(self, action: Action) -> None:
-        target = self._target(action)
-        if target is None:
-            return
-        name = direction(action), action.stage, action.microbatch
-        hops, boundary = self._hops(name)
-        self.messages[name] = Message(
-            sender=self.home[action.stage],
-            receiver=self.home[target],
-            latency=float(hops.latency_s[boundary]),
-            wire=float(hops.wire_s[boundary]),
-        )
 
     def _try_link(self, link: tuple[int, int]) -> None:
         """Start the first message of a link's queue once both ends have posted it."""
         if self.executor is Executor.TORCH_RUNTIME_SERIAL:
-            self._try_streams()
+            self._try_streams(link)
             return
         queue = self.links[link]
         if not queue or not queue[0].receive_posted:
@@ -171,14 +135,15 @@ class Step:
         if self.link_free[link] > self.now:
             self._at(self.link_free[link], lambda: self._try_link(link))
             return
-        message = queue.pop(0)
+        message = queue.popleft()
         self.link_free[link] = self.now + message.wire
         self._at(self.now + message.wire + message.latency, lambda: self._arrive(message))
         self._try_link(link)
 
-    def _try_streams(self) -> None:
-        """Start every message that is next for both its ranks and posted by both."""
-        for rank in range(len(self.lists)):
+    def _try_streams(self, ranks: tuple[int, int]) -> None:
+        """Start the message that is next for one of `ranks`, where it is next for its peer too and
+        posted by both."""
+        for rank in ranks:
             if not self.streams[rank]:
                 continue
             message = self.streams[rank][0]
@@ -192,31 +157,33 @@ class Step:
     def _arrive(self, message: Message) -> None:
         message.arrived = self.now
         if message.started:
-            for rank in (message.sender, message.receiver):
-                self.streams[rank].pop(0)
-            self._try_streams()
+            ends = (message.sender, message.receiver)
+            for rank in ends:
+                self.streams[rank].popleft()
+            self._try_streams(ends)
         waiting, message.waiting = message.waiting, []
         for rank in waiting:
             self._go_on(rank)
 
     # Programs: one list of instructions per rank.
 
-    def _work(self, rank: int, at: int) -> list[tuple]:
+    @staticmethod
+    def _work(task: Task) -> list[tuple]:
         """The instructions of an action whose input is there."""
-        action = self.lists[rank][at]
-        needed = self.needed(action)
-        return ([("occupied", needed)] if needed else []) + [("work", action)]
+        occupied = [("occupied", task.input)] if task.input else []
+        return [*occupied, ("work", task)]
 
     def _ideal(self) -> list[list[tuple]]:
         programs = []
-        for rank, actions in enumerate(self.lists):
+        for tasks in self.lists:
             program = []
-            for at, action in enumerate(actions):
-                if needed := self.needed(action):
-                    program.append(("wait", needed, None))
-                program += self._work(rank, at)
-                if output := self.output(action):
-                    program.append(("send", output))
+            for task in tasks:
+                if task.input:
+                    task.input.receive_posted = True
+                    program.append(("wait", task.input, None))
+                program += self._work(task)
+                if task.output:
+                    program.append(("send", task.output))
             programs.append(program)
         return programs
 
@@ -224,15 +191,15 @@ class Step:
         """Receives where torch's lowering puts them; sends after their producer, for a pair after
         both; the step's end waits for no send."""
         programs = []
-        for rank, entries in enumerate(self.lowered()):
+        for entries in self.lowered():
             program = []
             for kind, value in entries:
                 if kind != "work":
                     program.append((kind, value))
                     continue
-                if needed := self.needed(self.lists[rank][value]):
-                    program.append(("wait", needed, None))
-                program += self._work(rank, value)
+                if value.input:
+                    program.append(("wait", value.input, None))
+                program += self._work(value)
             programs.append(program)
         return programs
 
@@ -240,64 +207,48 @@ class Step:
         """What torch's lowering makes of the order, walked tick by tick as torch does."""
         entries = [deque(self._with_extras(rank)) for rank in range(len(self.lists))]
         lowered: list[list[tuple]] = [[] for _ in self.lists]
-        posted: list[set[Name]] = [set() for _ in self.lists]
+        posted: set[Message] = set()
         while any(entries):
             progress = False
             for rank, waiting in enumerate(entries):
                 if not waiting:
                     continue
                 group = waiting[0]
-                actions = [self.lists[rank][at] for at in group]
-                if any(self.needed(a) and self.needed(a) not in posted[rank] for a in actions):
+                if any(task.input and task.input not in posted for task in group):
                     continue
-                lowered[rank] += [("work", at) for at in group]
-                for action in actions:
-                    if output := self.output(action):
-                        receiver = self.messages[output].receiver
+                lowered[rank] += [("work", task) for task in group]
+                for task in group:
+                    if output := task.output:
                         lowered[rank].append(("send", output))
-                        lowered[receiver].append(("receive", output))
-                        posted[receiver].add(output)
+                        lowered[output.receiver].append(("receive", output))
+                        posted.add(output)
                 waiting.popleft()
                 progress = True
             if not progress:
                 raise Deadlock
         return lowered
 
-    def _with_extras(self, rank: int) -> list[list[int]]:
-        """Groups of positions: an action, a pair, or nothing for an entry that torch adds."""
-        actions = self.lists[rank]
-        groups: list[list[int]] = []
+    def _with_extras(self, rank: int) -> list[list[Task]]:
+        """Groups of actions: one, a pair, or nothing for an entry that torch adds."""
+        tasks = self.lists[rank]
+        groups: list[list[Task]] = []
         at = 0
-        while at < len(actions):
+        while at < len(tasks):
             size = 2 if self.pairs[rank][at] else 1
-            groups.append(list(range(at, at + size)))
+            groups.append(tasks[at : at + size])
             at += size
-        # How many stages a list still has from each group on, so as not to look for more.
-        num_left: list[int] = []
-        seen: set[int] = set()
-        for group in reversed(groups):
-            seen |= {actions[at].stage for at in group}
-            num_left.append(len(seen))
-        num_left.reverse()
-        with_shards: list[list[int]] = []
+        with_shards: list[list[Task]] = []
         active: set[int] = set()
-        for index, group in enumerate(groups):
-            upcoming: list[int] = []
-            for later in range(index, len(groups)):
-                for stage in (actions[at].stage for at in groups[later]):
-                    if stage not in upcoming:
-                        upcoming.append(stage)
-                if len(upcoming) >= min(3, num_left[index]):
-                    break
-            with_shards += [[]] * (len(active - set(upcoming)) + len(set(upcoming) - active))
-            active = set(upcoming)
+        for group, upcoming in zip(groups, next_stages(groups), strict=True):
+            with_shards += [[]] * len(active ^ upcoming)
+            active = upcoming
             with_shards.append(group)
-        num_microbatches = 1 + max(action.microbatch for action in actions)
+        num_microbatches = 1 + max(task.action.microbatch for task in tasks)
         done: dict[int, int] = defaultdict(int)
         result = []
         for group in with_shards:
             result.append(group)
-            for action in (actions[at] for at in group):
+            for action in (task.action for task in group):
                 if action.work in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
                     done[action.stage] += 1
                     if done[action.stage] == num_microbatches:
@@ -308,26 +259,24 @@ class Step:
         """Schedule1F1B: exchange with the other direction and wait for both; between two actions of
         one direction send, go on, and wait for the send after the next action."""
         programs = []
-        for rank, actions in enumerate(self.lists):
+        for tasks in self.lists:
             program: list[tuple] = []
-            unfinished: Name | None = None
-            fused: Name | None = None
-            for at, action in enumerate(actions):
-                needed = self.needed(action)
-                if needed:
-                    program.append(("receive", needed))
-                program.append(("wait", needed, fused))
-                program += self._work(rank, at)
+            unfinished: Message | None = None
+            fused: Message | None = None
+            for task, following in itertools.pairwise([*tasks, None]):
+                if task.input:
+                    program.append(("receive", task.input))
+                program.append(("wait", task.input, fused))
+                program += self._work(task)
                 if unfinished:
                     program.append(("wait", None, unfinished))
                 unfinished = fused = None
-                if output := self.output(action):
-                    program.append(("send", output))
-                    last = at + 1 == len(actions)
-                    if not last and direction(actions[at + 1]) != direction(action):
-                        fused = output
+                if task.output:
+                    program.append(("send", task.output))
+                    if following and following.direction != task.direction:
+                        fused = task.output
                     else:
-                        unfinished = output
+                        unfinished = task.output
             program.append(("wait", None, unfinished))
             programs.append(program)
         return programs
@@ -335,23 +284,21 @@ class Step:
     def _megatron_exposed(self) -> list[list[tuple]]:
         """Blocking exchanges: with the other direction both at once, else send and then receive."""
         programs = []
-        for rank, actions in enumerate(self.lists):
+        for tasks in self.lists:
             program: list[tuple] = []
-            fused: Name | None = None
-            for at, action in enumerate(actions):
-                needed = self.needed(action)
-                if needed:
-                    program.append(("receive", needed))
-                program.append(("wait", needed, fused))
-                program += self._work(rank, at)
+            fused: Message | None = None
+            for task, following in itertools.pairwise([*tasks, None]):
+                if task.input:
+                    program.append(("receive", task.input))
+                program.append(("wait", task.input, fused))
+                program += self._work(task)
                 fused = None
-                if output := self.output(action):
-                    program.append(("send", output))
-                    last = at + 1 == len(actions)
-                    if not last and direction(actions[at + 1]) != direction(action):
-                        fused = output
+                if task.output:
+                    program.append(("send", task.output))
+                    if following and following.direction != task.direction:
+                        fused = task.output
                     else:
-                        program.append(("wait", None, output))
+                        program.append(("wait", None, task.output))
             programs.append(program)
         return programs
 
@@ -360,32 +307,32 @@ class Step:
         forward: sends are not waited for, and each posts the receive of the next action of its own
         direction. Outside of that an exchange blocks until both messages are there."""
         programs = []
-        for rank, actions in enumerate(self.lists):
-            directions = [direction(action) for action in actions]
+        for tasks in self.lists:
+            directions = [task.direction for task in tasks]
             first_backward = directions.index("B")
             last_forward = max(at for at, kind in enumerate(directions) if kind == "F")
             steady = range(first_backward - 1, last_forward + 1)
-            posts: dict[int, list[Name]] = defaultdict(list)
+            posts: dict[int, list[Message]] = defaultdict(list)
             previous: dict[str, int] = {"B": first_backward - 2}
-            for at, action in enumerate(actions):
-                if action.work == Work.BACKWARD_WEIGHT:
+            for at, task in enumerate(tasks):
+                if task.action.work == Work.BACKWARD_WEIGHT:
                     continue
-                early = previous.get(directions[at], -1)
+                early = previous.get(task.direction, -1)
                 is_early = early in steady or (at == first_backward and early >= -1)
-                if needed := self.needed(action):
-                    posts[early if is_early else at - 1].append(needed)
-                previous[directions[at]] = at
-            program: list[tuple] = [("receive", name) for name in posts[-1]]
-            fused: Name | None = None
-            for at, action in enumerate(actions):
-                program.append(("wait", self.needed(action), fused))
-                program += self._work(rank, at)
+                if task.input:
+                    posts[early if is_early else at - 1].append(task.input)
+                previous[task.direction] = at
+            program: list[tuple] = [("receive", message) for message in posts[-1]]
+            fused: Message | None = None
+            for at, task in enumerate(tasks):
+                program.append(("wait", task.input, fused))
+                program += self._work(task)
                 fused = None
-                if output := self.output(action):
-                    program.append(("send", output))
+                if task.output:
+                    program.append(("send", task.output))
                     if at not in steady:
-                        fused = output
-                program += [("receive", name) for name in posts[at]]
+                        fused = task.output
+                program += [("receive", message) for message in posts[at]]
             program.append(("wait", None, fused))
             programs.append(program)
         return programs
@@ -409,13 +356,7 @@ class Step:
         step = max(result.finish for result in self.results)
         for result in self.results:
             result.bubble += step - result.finish
-        arrived = {
-            (rank, *action): self.messages[needed].arrived
-            for rank, actions in enumerate(self.lists)
-            for action in actions
-            if (needed := self.needed(action))
-        }
-        return Result(step, self.results, self.start, self.end, arrived)
+        return Result(step, self.results, self.lists)
 
     def _go_on(self, rank: int) -> None:
         """Run a rank's program until it needs time to pass or a message to arrive."""
@@ -423,7 +364,7 @@ class Step:
         while self.counters[rank] < len(program):
             kind, *values = program[self.counters[rank]]
             if kind == "receive":
-                message = self.messages[values[0]]
+                message = values[0]
                 message.receive_posted = True
                 self.counters[rank] += 1
                 self._try_link((message.sender, message.receiver))
@@ -437,42 +378,27 @@ class Step:
                 return
         result.finish = self.now
 
-    def _begin(self, rank: int, kind: str, value: object) -> None:
+    def _begin(self, rank: int, kind: str, value: Task | Message) -> None:
         """Let an instruction that takes the rank's time begin."""
         result = self.results[rank]
-        if kind == "work":
-            stage, work, _ = value
-            seconds = self._seconds(work)[stage]
-            overhead = float(self.costs.overhead_s[work])
-            self.start[rank, value] = self.now
-            result.busy += seconds
-            result.overhead += overhead
-            self._at(self.now + seconds + overhead, lambda: self._end_work(rank, value))
+        if isinstance(value, Task):
+            value.start = self.now
+            result.busy += value.seconds
+            result.overhead += value.overhead
+            self._at(self.now + value.seconds + value.overhead, lambda: self._end_work(rank, value))
             return
-        hops, boundary = self._hops(value)
-        part = hops.send_occupied_s if kind == "send" else hops.receive_occupied_s
-        seconds = float(part[boundary])
+        seconds = value.send_occupied if kind == "send" else value.receive_occupied
         result.exposed += seconds
         self._at(self.now + seconds, lambda: self._end_occupied(rank, kind, value))
 
-    def _seconds(self, work: Work) -> list[float]:
-        costs = self.costs
-        return {
-            Work.FORWARD: costs.forward_s,
-            Work.BACKWARD: costs.backward_s,
-            Work.BACKWARD_INPUT: costs.backward_input_s,
-            Work.BACKWARD_WEIGHT: costs.backward_weight_s,
-        }[work]
-
-    def _end_work(self, rank: int, action: Action) -> None:
-        self.end[rank, action] = self.now
-        if output := self.output(action):
-            self.messages[output].produced = self.now
+    def _end_work(self, rank: int, task: Task) -> None:
+        task.end = self.now
+        if task.output:
+            task.output.produced = self.now
         self._next(rank)
 
-    def _end_occupied(self, rank: int, kind: str, name: Name) -> None:
+    def _end_occupied(self, rank: int, kind: str, message: Message) -> None:
         if kind == "send":
-            message = self.messages[name]
             message.send_posted = True
             self.links[message.sender, message.receiver].append(message)
             self._try_link((message.sender, message.receiver))
@@ -483,19 +409,83 @@ class Step:
         self.since[rank] = self.now
         self._go_on(rank)
 
-    def _waited(self, rank: int, needed: Name | None, sent: Name | None) -> bool:
+    def _waited(self, rank: int, needed: Message | None, sent: Message | None) -> bool:
         """Whether both messages are there; counts the time since the rank began to wait."""
-        names = [name for name in (needed, sent) if name is not None]
-        for name in names:
-            message = self.messages[name]
-            if message.arrived is None:
+        for message in (needed, sent):
+            if message is not None and message.arrived is None:
                 if rank not in message.waiting:
                     message.waiting.append(rank)
                 return False
         begun = self.since[rank]
         produced = begun
         if needed is not None:
-            produced = min(max(begun, self.messages[needed].produced), self.now)
+            produced = min(max(begun, needed.produced), self.now)
         self.results[rank].bubble += produced - begun
         self.results[rank].exposed += self.now - produced
         return True
+
+
+def tasks_of(order: Order, costs: Costs) -> list[list[Task]]:
+    """Every rank's actions with what they take and the messages between ranks."""
+    seconds = [
+        None if times is None else times.tolist()
+        for times in (costs.forward_s, costs.backward_s, costs.backward_input_s,
+                      costs.backward_weight_s)
+    ]  # fmt: skip
+    overhead = costs.overhead_s.tolist()
+    hops = {
+        direction: [
+            part.tolist()
+            for part in (hop.latency_s, hop.wire_s, hop.send_occupied_s, hop.receive_occupied_s)
+        ]
+        for direction, hop in (("F", costs.forward_hops), ("B", costs.backward_hops))
+    }
+    lists = []
+    home: dict[int, int] = {}
+    for rank in range(order.num_ranks):
+        lists.append([])
+        for action in order.actions(rank):
+            home[action.stage] = rank
+            lists[rank].append(
+                Task(
+                    action=action,
+                    direction="F" if action.work == Work.FORWARD else "B",
+                    seconds=seconds[action.work][action.stage],
+                    overhead=overhead[action.work],
+                )
+            )
+    messages: dict[Name, Message] = {}
+    for rank, tasks in enumerate(lists):
+        for task in tasks:
+            stage, work, microbatch = task.action
+            if work == Work.BACKWARD_WEIGHT:
+                continue
+            target = stage + (1 if task.direction == "F" else -1)
+            if not 0 <= target < order.num_stages or home[target] == rank:
+                continue
+            boundary = min(stage, target)
+            name = task.direction, stage, microbatch
+            task.output = messages[name] = Message(
+                name, rank, home[target], *(part[boundary] for part in hops[task.direction])
+            )
+    for tasks in lists:
+        for task in tasks:
+            stage, work, microbatch = task.action
+            if work != Work.BACKWARD_WEIGHT:
+                source = stage - (1 if task.direction == "F" else -1)
+                task.input = messages.get((task.direction, source, microbatch))
+    return lists
+
+
+def next_stages(groups: list[list[Task]]) -> list[set[int]]:
+    """The stages that come next from each group on, in whole groups, until they are three."""
+    found = []
+    nearest: list[tuple[int, int]] = []  # The place where each stage comes next, nearest first.
+    for place in reversed(range(len(groups))):
+        own = {task.action.stage for task in groups[place]}
+        nearest = [(place, stage) for stage in own] + [
+            (later, stage) for later, stage in nearest if stage not in own
+        ]
+        last = nearest[:3][-1][0]
+        found.append({stage for later, stage in nearest if later <= last})
+    return found[::-1]

@@ -63,19 +63,17 @@ class TestTorchRuntime:
     ) -> None:
         order = contract.make(schedule, size)
         costs = contract.unit_costs(order)
-        step = reference_simulator.Step(order, costs, Executor.TORCH_RUNTIME)
+        player = reference_simulator.Player(order, costs, Executor.TORCH_RUNTIME)
 
-        def text(rank: int, kind: str, value: Any) -> str:
+        def text(kind: str, value: Any) -> str:
             if kind == "work":
-                return str(step.lists[rank][value])
-            letter, stage, microbatch = value
+                return str(value.action)
+            letter, stage, microbatch = value.name
             if kind == "send":
                 return f"{stage}SEND_{letter}{microbatch}"
             return f"{stage + (1 if letter == 'F' else -1)}RECV_{letter}{microbatch}"
 
-        ours = [
-            [text(rank, *entry) for entry in entries] for rank, entries in enumerate(step.lowered())
-        ]
+        ours = [[text(*entry) for entry in entries] for entries in player.lowered()]
         assert ours == lowered_by_torch(order)
 
 
@@ -137,20 +135,20 @@ def recorded_1f1b(num_ranks: int, rank: int, num_microbatches: int) -> list[tupl
 def test_1f1b_waits_as_torchs_step_loop_does(ranks: int, microbatches: int) -> None:
     """Posts and waits between two computations are those of the plain simulator's program."""
     order = contract.make("1f1b", (ranks, 1, microbatches, None))
-    step = reference_simulator.Step(order, contract.unit_costs(order), Executor.TORCH_1F1B)
-    for rank, program in enumerate(step.programs):
+    player = reference_simulator.Player(order, contract.unit_costs(order), Executor.TORCH_1F1B)
+    for rank, program in enumerate(player.programs):
         ours: list[tuple[str, str]] = []
         for kind, *values in program:
             if kind == "work":
-                ours.append(("work", str(values[0])))
+                ours.append(("work", str(values[0].action)))
             elif kind in ("send", "receive"):
-                letter, _, microbatch = values[0]
+                letter, _, microbatch = values[0].name
                 ours.append(("post", f"{kind} {letter}{microbatch}"))
             elif kind == "wait":
                 needed, sent = values
                 for what, message in (("receive", needed), ("send", sent)):
                     if message is not None:
-                        ours.append(("wait", f"{what} {message[0]}{message[2]}"))
+                        ours.append(("wait", f"{what} {message.name[0]}{message.name[2]}"))
         theirs = recorded_1f1b(ranks, rank, microbatches)
         assert segments(ours) == segments(theirs), rank
 

@@ -99,16 +99,21 @@ class Command:
     def wait_until_rank_1_is(self, doing: str, seconds: float = 300) -> psutil.Process:
         """Rank 1's process, once what it says that it does (channel.Notice) matches."""
         until = time.monotonic() + seconds
+        notices: dict[Path, psutil.Process] = {}
         while True:
             assert self.process.poll() is None, self.err
             assert time.monotonic() < until, f"never {doing}; stderr: {self.err}"
-            for process in self.ranks():
-                with contextlib.suppress(psutil.Error, OSError, KeyError):
-                    descriptor = process.environ()["PPTUNE_NOTICE"]
-                    notice = Path(f"/proc/{process.pid}/fd/{descriptor}").read_bytes()
-                    if re.search(doing, notice.decode()) and process.cmdline()[-1] == "1":
+            for notice, process in notices.items():
+                with contextlib.suppress(OSError):
+                    if re.search(doing, notice.read_bytes().decode()):
                         return process
-            time.sleep(0.05)
+            if not notices:  # To look for it takes longer than it may be doing that.
+                for process in self.ranks():
+                    with contextlib.suppress(psutil.Error, KeyError):
+                        if process.cmdline()[-1] == "1":
+                            descriptor = process.environ()["PPTUNE_NOTICE"]
+                            notices[Path(f"/proc/{process.pid}/fd/{descriptor}")] = process
+            time.sleep(0.002)
 
     def ranks(self) -> list[psutil.Process]:
         return [
@@ -176,7 +181,7 @@ def patience() -> str:
     """A `--timeout` that a rank on this machine, as busy as it is, does not need for its start."""
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", "import pptune.runtime.tasks"], cwd=ROOT, check=True)
-    return f"{max(20.0, 8 * (time.monotonic() - started)):.0f}s"
+    return f"{max(10.0, 5 * (time.monotonic() - started)):.0f}s"
 
 
 REAL = ("validate", "plans.json", "--model", ENTRY)

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,15 +244,13 @@ def test_what_a_user_asked_wrongly_is_a_usage_error_without_traceback(group: Ran
 @pytest.mark.slow
 @pytest.mark.dist
 def test_processes_that_the_model_starts_end_with_the_ranks() -> None:
-    known = set(psutil.pids())
     with RankGroup(WORLD, timeout_s=PATIENT_S) as group:
         answers = complete_model(group, "tests.faulty:forks")
         assert answers[0]["num_layers"] == 4
-        assert len(ranks_alive()) == 4  # each rank and its own child
-    gone_by(
-        lambda: not any("pptune.runtime.rank" in command for command in new_commands(known)),
-        seconds=5,
-    )
+        started = ranks_alive()
+        assert len(started) == 4  # each rank and its own child
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert alive == []
 
 
 @pytest.mark.dist
@@ -290,19 +287,3 @@ def test_a_port_in_use_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
         )  # fmt: skip
         with pytest.raises(RuntimeFailure, match=rf"127\.0\.0\.1:{port}.*a free port"):
             RankGroup(world, timeout_s=5)
-
-
-def gone_by(condition: Any, *, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "still there"
-        time.sleep(0.05)
-
-
-def new_commands(known: set[int]) -> list[str]:
-    """Command lines of processes that were started since `known` was taken."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        if process.info["pid"] not in known and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(" ".join(process.info["cmdline"] or []))
-    return found

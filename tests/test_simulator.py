@@ -9,7 +9,7 @@ import pytest
 
 from pptune.errors import PlanError, UsageError
 from pptune.executors import WAITS, Executor
-from pptune.schedules import Order, Work, from_text
+from pptune.schedules import Order, from_text
 from pptune.simulator import Costs, Hops, Simulation, simulate
 from tests import contract, reference_simulator
 
@@ -221,11 +221,8 @@ def compare(order: Order, costs: Costs, executor: Executor) -> Simulation | None
     phases = fast.warmup_s + fast.steady_s + fast.cooldown_s
     assert phases == pytest.approx(np.full(order.num_ranks, fast.step_time_s), rel=1e-9)
     for rank in range(order.num_ranks):
-        actions = order.actions(rank)
-        backward = min(
-            plain.start[rank, action] for action in actions if action.work is not Work.FORWARD
-        )
-        forward = max(plain.end[rank, action] for action in actions if action.work is Work.FORWARD)
+        backward = min(task.start for task in plain.lists[rank] if task.direction == "B")
+        forward = max(task.end for task in plain.lists[rank] if task.direction == "F")
         assert fast.warmup_s[rank] == pytest.approx(min(backward, forward), **close)
         assert fast.cooldown_s[rank] == pytest.approx(plain.step - forward, **close)
     return fast
@@ -238,11 +235,11 @@ def compare_spans(order: Order, costs: Costs, executor: Executor) -> None:
     assert not fast.extrapolated
     spans = fast.spans
     assert spans is not None
-    keys = [(rank, action) for rank in range(order.num_ranks) for action in order.actions(rank)]
+    tasks = [task for tasks in plain.lists for task in tasks]
     close = {"rel": 0, "abs": 1e-9 * plain.step}
-    assert spans.start_s.tolist() == pytest.approx([plain.start[key] for key in keys], **close)
-    assert spans.end_s.tolist() == pytest.approx([plain.end[key] for key in keys], **close)
-    arrived = [plain.arrived.get((rank, *action), np.nan) for rank, action in keys]
+    assert spans.start_s.tolist() == pytest.approx([task.start for task in tasks], **close)
+    assert spans.end_s.tolist() == pytest.approx([task.end for task in tasks], **close)
+    arrived = [task.input.arrived if task.input else np.nan for task in tasks]
     assert spans.arrived_s == pytest.approx(np.array(arrived), nan_ok=True, **close)
     sent = ~np.isnan(spans.sent_s)
     assert (sent == ~np.isnan(spans.arrived_s)).all()
@@ -252,7 +249,7 @@ def compare_spans(order: Order, costs: Costs, executor: Executor) -> None:
         for rank, stage, work, microbatch in zip(
             spans.rank, spans.stage, spans.work, spans.microbatch, strict=True
         )
-    ] == keys
+    ] == [(rank, task.action) for rank, tasks in enumerate(plain.lists) for task in tasks]
 
 
 def random_cases(

@@ -50,7 +50,8 @@ def test_the_link_decides_how_many_chunks_win(tmp_path: Path, rate: str | None) 
         subprocess.run(
             [
                 sys.executable, "-m", "pptune", "search", "profile.json",
-                "--global-batch-size", "8", "--chunks", "1,2", "-o", "plans.json", "--quiet",
+                "--global-batch-size", "8", "--chunks", "1,2", "--schedules", "1f1b,interleaved",
+                "-o", "plans.json", "--quiet",
             ],
             cwd=tmp_path, check=True, capture_output=True,
         )  # fmt: skip

@@ -111,7 +111,7 @@ def stage_times(
     `first_stage_splits`: False where the runtime leaves the first stage's input gradient out and
     does the whole backward in the weight action (torch.distributed.pipelining, stage.py).
     """
-    seconds = np.multiply.outer(layer_s[:, 1], np.array(layers_per_stage, dtype=np.float64))
+    seconds = layer_s[:, 1:2] * np.array(layers_per_stage, dtype=np.float64)
     seconds[:, 0] += layer_s[:, 0]
     seconds[:, -1] += layer_s[:, 2]
     if len(seconds) == 2:

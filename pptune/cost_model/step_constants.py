@@ -26,17 +26,19 @@ def constant_costs(
     plan: Plan, profile: Profile, overhead: Overhead | None, parameter_bytes: Floats | None
 ) -> ConstantCosts:
     """What a step costs each rank besides its actions; `parameter_bytes` are each rank's own."""
-    seconds = np.zeros(plan.num_ranks)
+    fixed_s = 0.0
     sources: list[Source] = []
     assumptions: list[str] = []
     if overhead is not None:
-        seconds += overhead.step_s + overhead.chunk_s * plan.num_chunks
+        fixed_s += overhead.step_s + overhead.chunk_s * plan.num_chunks
     constants = profile.step_constants
+    if constants is not None:
+        fixed_s += constants.fixed_s
+    seconds = np.full(plan.num_ranks, fixed_s)
     if constants is None:
         assumptions.append("optimizer and other work once per step were not measured: counted as 0")
     else:
         sources.append(constants.source)
-        seconds += constants.fixed_s
         if parameter_bytes is not None:
             seconds += constants.per_parameter_byte_s * parameter_bytes
         elif constants.per_parameter_byte_s > 0:

@@ -76,6 +76,10 @@ def visit_plan(
         _forget(runners, [name for name in runners if name != key])
     elif key not in runners and len(runners) >= _MAX_RUNNERS:
         _forget(runners, list(runners)[:1])
+    if not runners:
+        # What torch has made by now stays: 300,000 objects to look through again at every visit.
+        gc.collect()
+        gc.freeze()
     if key not in runners:
         context.status(f"building {asked.label}")
         times = None if stage_times is None else [WaitTimes(**each) for each in stage_times]

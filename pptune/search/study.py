@@ -6,6 +6,7 @@ plan cannot be sampled and neighbours are alike; plans that do not fit are repor
 
 import contextlib
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 INDEX = "plan_index"
 SPACE = "pptune_space"
+PAUSES_S = (0.05, 0.1, 0.2)
+"""Before a database is tried again."""
 
 Values = tuple[float, ...]
 
@@ -158,14 +161,22 @@ def storage_errors(url: str | None, *others: type[Exception]) -> Iterator[None]:
         ) from None
 
 
-def _storage(url: str | None) -> "optuna.storages.BaseStorage | str | None":
+def _storage(url: str | None) -> "optuna.storages.BaseStorage | None":
     """The storage of a URL; `journal:///path` is optuna's journal file."""
-    from optuna.storages import JournalStorage
+    from optuna.storages import JournalStorage, get_storage
     from optuna.storages.journal import JournalFileBackend
+    from sqlalchemy.exc import DatabaseError
 
-    if url is not None and url.startswith("journal://"):
+    if url is None:
+        return None
+    if url.startswith("journal://"):
         return JournalStorage(JournalFileBackend(url.removeprefix("journal://")))
-    return url
+    for pause_s in PAUSES_S:
+        # Of two commands that make the same tables at once, one fails, and finds them made later.
+        with contextlib.suppress(DatabaseError):
+            return get_storage(url)
+        time.sleep(pause_s)
+    return get_storage(url)
 
 
 def _check_space(

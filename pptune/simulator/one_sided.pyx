@@ -5,14 +5,14 @@ Every rank in turn goes on until it needs a message that has not been sent. Each
 of some earlier ones plus a constant, so the order of the visits does not matter.
 """
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from pptune.schedules.orders cimport kind_of, microbatch_of
 from pptune.simulator.cuts cimport (
     next_cut, no_cut, same_clocks, same_messages, set_limits, skip_cycles,
 )
 from pptune.simulator.state cimport (
-    DEADLOCK, DONE, GO_ON, NONE, Clock, Kind, Status, Step,
+    DEADLOCK, DONE, GO_ON, NONE, Clock, Kind, Status, Step, rank_at,
 )
 
 
@@ -23,7 +23,7 @@ cdef Status play_one_sided(Step* step, bint lowered) noexcept nogil:
     else by the sender, and `arrived` is known at once. `arrived` is filled as far as it is there.
     """
     cdef Status status = GO_ON
-    cdef int64_t remaining, before, rank
+    cdef int64_t remaining, before, turn, rank
     cdef const Kind* last
     while status == GO_ON:
         remaining = set_limits(step)
@@ -31,7 +31,8 @@ cdef Status play_one_sided(Step* step, bint lowered) noexcept nogil:
         while 0 < remaining < before:
             before = remaining
             # The choice is made out here so that each gets a loop of its own.
-            for rank in range(step.num_ranks):
+            for turn in range(step.num_ranks):
+                rank = rank_at(turn, step.num_ranks)
                 if lowered:
                     remaining -= go_on(step, rank, True, False)
                 elif step.wired:
@@ -66,7 +67,9 @@ cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) no
     cdef double* done = step.done + rank * (step.width + 1) + 1
     cdef double* sent = step.sent
     cdef double* arrivals = step.arrived
+    cdef double* produced = step.produced
     cdef double* free = step.free
+    cdef const int32_t* posted_after = step.posted_after
     cdef Clock* clock = &step.clocks[rank]
     cdef double now = clock.now, spent = clock.spent, exposed = clock.exposed
     cdef int64_t begin = step.places[rank], at = begin, limit = step.limits[rank]
@@ -83,7 +86,7 @@ cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) no
             break
         lag = kind.input_lag
         if lowered:
-            posted = done[step.posted_after[slot]]
+            posted = done[posted_after[slot]]
             left = arrived if arrived > posted else posted
             left = (left if left > free[kind.link] else free[kind.link]) + kind.wire
             free[kind.link] = left
@@ -92,7 +95,7 @@ cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) no
             if arrivals != NULL:
                 arrivals[slot] = arrived
         elif wired:
-            lag = arrived - step.produced[slot]
+            lag = arrived - produced[slot]
         start = now if now > arrived else arrived
         # Waiting is bubble until the producer had finished and exposed after that.
         exposed += start - now if start - now < lag else lag
@@ -104,7 +107,7 @@ cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) no
         else:
             left = now
             if wired:
-                step.produced[slot] = now - kind.send
+                produced[slot] = now - kind.send
                 left = (now if now > free[kind.link] else free[kind.link]) + kind.wire
                 free[kind.link] = left
             arrivals[slot] = left + kind.latency

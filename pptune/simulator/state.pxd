@@ -131,6 +131,12 @@ cdef inline int64_t rank_of(int64_t stage, int64_t num_ranks, bint folded) noexc
     return stage % num_ranks
 
 
+cdef inline int64_t rank_at(int64_t turn, int64_t num_ranks) noexcept nogil:
+    """Whose turn it is: even ranks come first, then odd ones. Neighbours wait for each other, so a
+    round gets furthest, and the processor overlaps visits, where they don't follow each other."""
+    return 2 * turn if 2 * turn < num_ranks else (2 * turn - num_ranks) | 1
+
+
 cdef inline int64_t input_of(const Step* step, int64_t code) noexcept nogil:
     """The place of the message that an action needs."""
     return step.kinds[kind_of(code)].input + microbatch_of(code)

@@ -15,20 +15,22 @@ from pptune.simulator.cuts cimport (
 from pptune.simulator.state cimport (
     AFTER_NEXT, BEFORE_RECEIVE, DEADLOCK, DONE, GO_ON, NEVER, NONE, UNKNOWN, WITH_RECEIVE, Clock,
     Kind, Queue, Sends, Status, Step, input_of, maker_of, name_of, no_input, output_of, place_of,
+    rank_at,
 )
 
 
 cdef Status play_two_sided(Step* step) noexcept nogil:
     """Play on from where the step stands, to the end or to the last cut; how that went."""
     cdef Status status = GO_ON
-    cdef int64_t rank
+    cdef int64_t turn, rank
     cdef bint progress, reached
     while status == GO_ON:
         set_limits(step)
         progress, reached = True, False
         while progress and not reached:
             progress, reached = False, True
-            for rank in range(step.num_ranks):
+            for turn in range(step.num_ranks):
+                rank = rank_at(turn, step.num_ranks)
                 progress = go_on(step, rank) or progress
                 reached = reached and step.places[rank] == step.limits[rank]
         if not step.cutting:
