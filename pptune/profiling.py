@@ -13,8 +13,10 @@ import msgspec
 
 from pptune.calibration import apply_calibration, calibration_plans, run_calibration
 from pptune.errors import UsageError
+from pptune.measured_step import Visit
 from pptune.measurement import Measurement
 from pptune.model import ModelSpec
+from pptune.plan import Plan
 from pptune.plan_runs import runner_on
 from pptune.profiles import (
     AllreducePoint,
@@ -38,6 +40,10 @@ DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
 
 _LAYER_SHARE, _LINK_SHARE = 0.45, 0.2
 """Shares of the budget; the rest goes to the calibration runs."""
+
+_SPOT_SAMPLES, _VISIT_SAMPLES = 40, 8
+"""Reference products per rank: to see whether the machine has changed, and before each run of a
+plan."""
 
 _CHANGED_RATIO = 0.1
 """A reference product that differs by more than this means that the machine has changed."""
@@ -158,8 +164,7 @@ class Profiler:
         """Warn where the machine is no longer as fast as when the profile was measured."""
         if profile.reference is None:
             return
-        answers = self.group.run("time_reference", timeout_s=self.request.timeout_s)
-        now = Measurement(samples_s=tuple(s for answer in answers for s in answer)).centre_s
+        now = Measurement(samples_s=self._reference_samples_s(_SPOT_SAMPLES)).centre_s
         change = now / profile.reference.seconds - 1
         if abs(change) > _CHANGED_RATIO:
             self.watch.on_note(
@@ -167,6 +172,13 @@ class Profiler:
                 f"{format_ratio(change, sign=True)} of its time when this was measured; profile "
                 "again with --no-cache"
             )
+
+    def _reference_samples_s(self, num_samples: int) -> tuple[float, ...]:
+        """Seconds of the reference product, that many times on every rank."""
+        answers = self.group.run(
+            "time_reference", {"num_samples": num_samples}, timeout_s=self.request.timeout_s
+        )
+        return tuple(seconds for answer in answers for seconds in answer)
 
     def _with_layers(self, profile: Profile, sizes: tuple[int, ...]) -> Profile:
         request = self.request
@@ -215,8 +227,14 @@ class Profiler:
                 f"{profile.model.num_layers} layers cannot be spread over {profile.num_ranks} "
                 "ranks; use fewer ranks"
             )
-        run = runner_on(self.group, profile.model, dtype=profile.dtype,
-                        timeout_s=self.request.timeout_s)  # fmt: skip
+        visit = runner_on(self.group, profile.model, dtype=profile.dtype,
+                          timeout_s=self.request.timeout_s)  # fmt: skip
+        references_s: list[float] = []
+
+        def run(plan: Plan, *, steps: int, memory: bool) -> Visit:
+            references_s.extend(self._reference_samples_s(_VISIT_SAMPLES))
+            return visit(plan, steps=steps, memory=memory)
+
         runs = run_calibration(
             plans,
             run,
@@ -225,7 +243,15 @@ class Profiler:
                 begin + (0.98 - begin) * share, f"calibrating {plan.label}"
             ),
         )
-        return apply_calibration(profile, runs)
+        profile = apply_calibration(profile, runs)
+        assert profile.reference is not None
+        # Layer times are those of the runs now, and so is the machine's speed that goes with them.
+        reference = msgspec.structs.replace(
+            profile.reference,
+            seconds=Measurement(samples_s=tuple(references_s)).centre_s,
+            samples_s=tuple(references_s),
+        )
+        return msgspec.structs.replace(profile, reference=reference)
 
 
 def _merged(profile: Profile, answer: dict[str, Any]) -> Profile:

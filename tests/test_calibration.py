@@ -9,10 +9,10 @@ from pptune.calibration import (
     CalibrationRun,
     apply_calibration,
     calibration_plans,
-    in_pipeline,
     recalibrate,
     run_calibration,
 )
+from pptune.calibration.layer_times import in_pipeline
 from pptune.cost_model import CostModel, Setting
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit

@@ -29,8 +29,6 @@ _MAX_RUNNERS = 64
 """Built plans that a rank keeps between visits; the one built first goes first. Every rank gets the
 same visits, so all of them forget alike."""
 
-_REFERENCE_WARMUPS, _REFERENCE_SAMPLES = 10, 40
-
 
 def ping(context: RankContext) -> dict[str, Any]:
     """Answer with the rank and its node: tells that every rank has joined."""
@@ -160,13 +158,13 @@ def measure_links(context: RankContext, *, max_noise: float, budget_s: float) ->
     return answer if context.rank == 0 else {}
 
 
-def time_reference(context: RankContext) -> list[float]:
+def time_reference(context: RankContext, *, num_samples: int) -> list[float]:
     """Seconds of the reference product, on all ranks at once: is the machine what it was?"""
     product = ReferenceProduct(context.device)
     dist.barrier()
-    for _ in range(_REFERENCE_WARMUPS):
+    for _ in range(1 + num_samples // 4):
         product.sample()
-    return [product.sample() for _ in range(_REFERENCE_SAMPLES)]
+    return [product.sample() for _ in range(num_samples)]
 
 
 def machine(context: RankContext, *, dtype: str) -> dict[str, Any]:
