@@ -83,7 +83,7 @@ def _first_free(
     least: int,
     avoided: set[str],
 ) -> Plan | None:
-    """The plan with the fewest micro-batches from `least` on that is legal and not to be avoided."""
+    """The legal plan with the fewest micro-batches from `least` on that is not in `avoided`."""
     layers = model.balanced_layers(
         num_ranks, chunks, placement=placement_of(schedule), microbatch_size=size
     )
