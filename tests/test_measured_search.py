@@ -269,9 +269,12 @@ def test_a_good_plan_is_found_in_few_runs() -> None:
     check_few_runs(tables([0.05, 0.15, 0.3], range(3)), range(2), share=0.85)
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(50), marks=pytest.mark.slow)], ids=len
+)
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
-def test_recorded_plans_are_found_in_few_runs(path: Path) -> None:
-    check_few_runs([recorded(path)], range(10), share=0.9)
+def test_recorded_plans_are_found_in_few_runs(path: Path, seeds: range) -> None:
+    check_few_runs([recorded(path)], seeds, share=0.9)
 
 
 @pytest.mark.slow
