@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from pptune.errors import PlanError
+from pptune.schedules.placement import Placement, rank_of_stages
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "looped-bfs", "interleaved-zb",
@@ -43,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """M, per step and replica."""
     layers_per_stage: tuple[int, ...]
     """Blocks of each stage, in stage order; the embedding is on the first, the head on the last."""
-    placement: Literal["loop", "v"] = "loop"
+    placement: Placement = "loop"
     microbatch_group_size: int | None = None
     """N: micro-batches that a chunk runs in a row (interleaved schedules); null elsewhere."""
     data_parallel: int = 1
@@ -83,21 +84,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`."""
-        return rank_of_stage(stage, num_ranks=self.num_ranks, placement=self.placement)
+        return int(rank_of_stages(self.num_ranks, self.num_stages, self.placement)[stage])
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, ascending: its chunks 0, 1, ..."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
-def rank_of_stage(stage: int, *, num_ranks: int, placement: str) -> int:
-    """Loop: stage s lives on rank s mod P. V: the second chunk comes back, 2P - 1 - s."""
-    if placement == "v" and stage >= num_ranks:
-        return 2 * num_ranks - 1 - stage
-    return stage % num_ranks
-
-
-def placement_of(schedule: str) -> Literal["loop", "v"]:
+def placement_of(schedule: str) -> Placement:
     """Where the schedule's stages live; it follows from the schedule."""
     return "v" if schedule in V_SHAPED else "loop"
 

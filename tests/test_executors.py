@@ -43,9 +43,8 @@ class TestTorchRuntime:
     ) -> None:
         order = contract.make(schedule, size)
         posts = posts_of(
-            order.codes(), order.num_stages, order.num_microbatches, order.placement == "v",
-            Executor.TORCH_RUNTIME,
-        ).posted_after_rows()  # fmt: skip
+            order.codes(), order.rank_of_stage, order.num_microbatches, Executor.TORCH_RUNTIME
+        ).posted_after_rows()
         for actions in lowered_by_torch(order):
             done = 0
             for text in actions:

@@ -7,7 +7,7 @@ import pytest
 
 from pptune.cost_model.partition import balanced_layers
 from pptune.errors import PlanError
-from pptune.plan import rank_of_stage
+from pptune.schedules.placement import Placement, rank_of_stages
 
 
 def splits(num_layers: int, num_stages: int, least: int) -> Iterator[tuple[int, ...]]:
@@ -22,15 +22,16 @@ def splits(num_layers: int, num_stages: int, least: int) -> Iterator[tuple[int, 
 
 
 def loads(
-    layers: tuple[int, ...], num_ranks: int, embedding_s: float, head_s: float, placement: str
+    layers: tuple[int, ...], num_ranks: int, embedding_s: float, head_s: float, placement: Placement
 ) -> tuple[float, float]:
     """(busiest rank, largest stage) in seconds where a block takes 1 s."""
     stages = [float(count) for count in layers]
     stages[0] += embedding_s
     stages[-1] += head_s
     ranks = [0.0] * num_ranks
-    for stage, load in enumerate(stages):
-        ranks[rank_of_stage(stage, num_ranks=num_ranks, placement=placement)] += load
+    homes = rank_of_stages(num_ranks, len(layers), placement).tolist()
+    for home, load in zip(homes, stages, strict=True):
+        ranks[home] += load
     return max(ranks), max(stages)
 
 

@@ -29,6 +29,7 @@ from pptune.executors import Executor
 from pptune.plan import Plan
 from pptune.profiles import Link, Overhead, Profile
 from pptune.schedules import Order, generate
+from pptune.schedules.placement import Placement
 from pptune.simulator import Costs, Simulation, simulate
 from pptune.targets import Target, executor_of
 
@@ -207,7 +208,7 @@ class CostModel:
         num_ranks: int,
         num_chunks: int,
         *,
-        placement: str,
+        placement: Placement,
         microbatch_size: int,
         recompute: str = "none",
         allow_empty_stages: bool = False,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pptune.cost_model.memory import per_rank
 from pptune.plan import Plan
 from pptune.schedules import Work
+from pptune.schedules.placement import rank_of_stages
 from pptune.simulator import Costs
 
 Floats = NDArray[np.float64]
@@ -110,7 +111,7 @@ def _busiest_link_s(plan: Plan, costs: Costs) -> float:
     forward_s, backward_s = costs.forward_hops.wire_s, costs.backward_hops.wire_s
     if not (forward_s.any() or backward_s.any()):
         return 0.0
-    ranks = np.array([plan.rank_of(stage) for stage in range(plan.num_stages)])
+    ranks = rank_of_stages(plan.num_ranks, plan.num_stages, plan.placement)
     sender = np.concatenate([ranks[:-1], ranks[1:]])
     receiver = np.concatenate([ranks[1:], ranks[:-1]])
     seconds = np.concatenate([forward_s, backward_s])

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pptune.errors import MissingNumber
-from pptune.plan import rank_of_stage
 from pptune.profiles import Link, Profile, Source, weakest
+from pptune.schedules.placement import Placement, rank_of_stages
 from pptune.simulator import Hops
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
@@ -56,7 +56,13 @@ class Links:
         return self._median(scope, source_rank, target_rank)
 
     def hops(
-        self, num_ranks: int, num_chunks: int, placement: str, *, num_bytes: int, wake_s: float
+        self,
+        num_ranks: int,
+        num_chunks: int,
+        placement: Placement,
+        *,
+        num_bytes: int,
+        wake_s: float,
     ) -> tuple[Hops, Hops, Source]:
         """(forward, backward) costs of every stage boundary for messages of `num_bytes`, and the
         weakest source among the links they take.
@@ -77,13 +83,12 @@ class Links:
             )
         return self._hops[key]
 
-    def _route(self, num_ranks: int, num_chunks: int, placement: str) -> tuple["_Route", "_Route"]:
+    def _route(
+        self, num_ranks: int, num_chunks: int, placement: Placement
+    ) -> tuple["_Route", "_Route"]:
         """(forward, backward) links of every stage boundary."""
-        ranks = [
-            rank_of_stage(stage, num_ranks=num_ranks, placement=placement)
-            for stage in range(num_ranks * num_chunks)
-        ]
-        pairs = list(pairwise(ranks))
+        ranks = rank_of_stages(num_ranks, num_ranks * num_chunks, placement)
+        pairs = list(pairwise(ranks.tolist()))
         forward = [self._hop(a, b, num_ranks) for a, b in pairs]
         backward = [self._hop(b, a, num_ranks) for a, b in pairs]
         return _Route(forward), _Route(backward)

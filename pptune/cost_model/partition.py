@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Callable
 
 from pptune.errors import PlanError
-from pptune.plan import even_layers, rank_of_stage
+from pptune.plan import even_layers
+from pptune.schedules.placement import Placement, rank_of_stages
 
 _BLOCK = 10**9
 """A block's load; others are rounded to this scale, so that sums and ties are exact."""
@@ -24,7 +25,7 @@ def balanced_layers(
     embedding_s: float,
     block_s: float,
     head_s: float,
-    placement: str = "loop",
+    placement: Placement = "loop",
     allow_empty_stages: bool = False,
 ) -> tuple[int, ...]:
     """Blocks per stage, in stage order, with the least maximal rank load, then stage load.
@@ -43,8 +44,7 @@ def balanced_layers(
     if block_s > 0:  # Free blocks can be put anywhere: spread them as if they alone cost anything.
         extras[0] += round(embedding_s / block_s * _BLOCK)
         extras[-1] += round(head_s / block_s * _BLOCK)
-    ranks = [rank_of_stage(stage, num_ranks=num_ranks, placement=placement)
-             for stage in range(num_stages)]  # fmt: skip
+    ranks = rank_of_stages(num_ranks, num_stages, placement).tolist()
     split = _Split(extras, ranks, least=0 if allow_empty_stages else 1)
     rank_limit = split.least_rank_limit(num_layers)
     stage_limit = split.least_stage_limit(num_layers, rank_limit)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from pptune.schedules.action import Action, Work
 from pptune.schedules.orders import Codes
-
-Placement = Literal["loop", "v"]
+from pptune.schedules.placement import Placement, rank_of_stages
 
 Columns = tuple[NDArray[np.int8], NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]
 """Of every action, rank after rank: work, stage, micro-batch, whether it is the first of a pair."""
@@ -110,10 +109,10 @@ class Order:
         """True where an action and the next one form an overlapped forward and backward."""
         return self._columns[3]
 
-    @property
+    @cached_property
     def rank_of_stage(self) -> NDArray[np.int64]:
         """The rank that holds each stage. Shape [num_stages]."""
-        return _rank_of_stage(self.num_ranks, self.num_stages, self.placement)
+        return rank_of_stages(self.num_ranks, self.num_stages, self.placement)
 
     def actions(self, rank: int) -> list[Action]:
         """Rank `rank`'s actions as values; for reading and printing, not for speed."""
@@ -140,11 +139,3 @@ class Order:
                     cells.append(str(action))
             lines.append(",".join(cells) + "\n")
         return "".join(lines)
-
-
-@lru_cache(maxsize=64)
-def _rank_of_stage(num_ranks: int, num_stages: int, placement: Placement) -> NDArray[np.int64]:
-    stages = np.arange(num_stages, dtype=np.int64)
-    if placement == "v":
-        return np.minimum(stages, 2 * num_ranks - 1 - stages)
-    return stages % num_ranks

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from pptune.errors import PlanError
 from pptune.schedules.action import Action, Work
-from pptune.schedules.order import Order, Placement
+from pptune.schedules.order import Order
 from pptune.schedules.orders import MAX_MICROBATCHES, MAX_STAGES, Codes
+from pptune.schedules.placement import Placement
 
 _PAIR = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B")
 

@@ -8,5 +8,5 @@ class Posts:
     def posted_after_rows(self) -> NDArray[np.int32]: ...
 
 def posts_of(
-    codes: Codes, num_stages: int, num_microbatches: int, folded: bool, executor: Executor
+    codes: Codes, ranks: NDArray[np.int64], num_microbatches: int, executor: Executor
 ) -> Posts: ...

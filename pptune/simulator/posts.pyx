@@ -13,7 +13,7 @@ from pptune.schedules.orders cimport (
     padded, stage_of, work_of,
 )
 from pptune.simulator.state cimport (
-    AFTER_NEXT, BEFORE_RECEIVE, NEVER, NONE, WITH_RECEIVE, name_of, rank_of,
+    AFTER_NEXT, BEFORE_RECEIVE, NEVER, NONE, WITH_RECEIVE, name_of,
 )
 
 cdef dict WAIT_CODES = {
@@ -40,15 +40,15 @@ cdef class Posts:
         return rows
 
 
-def posts_of(
-    Codes codes, int64_t num_stages, int64_t num_microbatches, bint folded, executor
-):
-    """The posts of an order whose stages lie in a V if `folded`; kept with its codes."""
+def posts_of(Codes codes, ranks, int64_t num_microbatches, executor):
+    """The posts of an order whose stages live on `ranks`, int64[num_stages]; kept with its codes.
+    """
     cdef Posts posts = codes.kept.get(executor)
     if posts is not None:
         return posts
     rules = WAITS[executor]
     posts = Posts()
+    cdef int64_t num_stages = len(ranks)
     posts.num_rows = 2 * num_stages + 2
     posts.stride = padded(num_microbatches)
     cdef int64_t num_messages = posts.num_rows * posts.stride
@@ -65,9 +65,9 @@ def posts_of(
         if posts.ticks == NULL or posts.produced_tick == NULL:
             raise MemoryError
         memset(posts.produced_tick, 0xFF, num_messages * sizeof(int32_t))
-        lower_torch(codes, num_stages, num_microbatches, folded, posts)
+        lower_torch(codes, ranks, num_microbatches, posts)
         if rules.one_at_a_time:
-            make_streams(codes, num_stages, folded, posts)
+            make_streams(codes, ranks, posts)
     else:
         place_exchanges(
             codes, num_stages, WAIT_CODES[rules.same_direction],
@@ -146,12 +146,12 @@ cdef struct Entry:
 
 
 cdef void fill_entries(
-    int64_t num_ranks, int64_t num_stages, bint folded, int64_t stride, Entry* entries
+    const int64_t* ranks, int64_t num_stages, int64_t stride, Entry* entries
 ) noexcept nogil:
     cdef int64_t stage, work, step, row, source, target, rank
     cdef Entry* entry
     for stage in range(num_stages):
-        rank = rank_of(stage, num_ranks, folded)
+        rank = ranks[stage]
         for work in range(4):
             entry = &entries[4 * stage + work]
             entry.input = entry.input_turn = entry.output = entry.receiver = NONE
@@ -161,11 +161,11 @@ cdef void fill_entries(
             row = 0 if work == FORWARD else num_stages
             source, target = stage - step, stage + step
             entry.output = (row + stage) * stride
-            if 0 <= source < num_stages and rank_of(source, num_ranks, folded) != rank:
+            if 0 <= source < num_stages and ranks[source] != rank:
                 entry.input = (row + source) * stride
-                entry.input_turn = rank_of(source, num_ranks, folded) > rank
-            if 0 <= target < num_stages and rank_of(target, num_ranks, folded) != rank:
-                entry.receiver = rank_of(target, num_ranks, folded)
+                entry.input_turn = ranks[source] > rank
+            if 0 <= target < num_stages and ranks[target] != rank:
+                entry.receiver = ranks[target]
 
 
 cdef void count_extra(Codes codes, int32_t* extra) noexcept:
@@ -194,12 +194,10 @@ cdef void count_extra(Codes codes, int32_t* extra) noexcept:
         extra[begin] = (first != NONE) + (second != NONE) + (third != NONE)
 
 
-cdef lower_torch(
-    Codes codes, int64_t num_stages, int64_t num_microbatches, bint folded, Posts posts
-):
+cdef lower_torch(Codes codes, ranks, int64_t num_microbatches, Posts posts):
     """Fill `posted_after`, `ticks` and `produced_tick`. Where the order deadlocks, the rest stays
     as it is."""
-    cdef int64_t num_ranks = codes.num_ranks, width = codes.width
+    cdef int64_t num_ranks = codes.num_ranks, width = codes.width, num_stages = len(ranks)
     cdef Entry* entries = <Entry*> malloc(4 * num_stages * sizeof(Entry))
     cdef int32_t* extra = <int32_t*> malloc((num_ranks * width + 1) * sizeof(int32_t))
     cdef int64_t* num_done = <int64_t*> calloc(num_stages, sizeof(int64_t))
@@ -214,7 +212,7 @@ cdef lower_torch(
             or free_from == NULL
         ):
             raise MemoryError
-        fill_entries(num_ranks, num_stages, folded, posts.stride, entries)
+        fill_entries(<const int64_t*> address_of(ranks), num_stages, posts.stride, entries)
         count_extra(codes, extra)
         while progress:
             progress = False
@@ -292,7 +290,7 @@ cdef void place_receives(
             posts.posted_after[entry.output + microbatch_of(code)] = position - 1
 
 
-cdef make_streams(Codes codes, int64_t num_stages, bint folded, Posts posts):
+cdef make_streams(Codes codes, ranks, Posts posts):
     """Fill `streams`. A send and its receive are appended to both ranks' lists when the sender's
     tick comes, lowest rank first; that is one order for all."""
     found = np.empty((4, codes.num_ranks * codes.width), np.int64)
@@ -300,19 +298,20 @@ cdef make_streams(Codes codes, int64_t num_stages, bint folded, Posts posts):
     cdef int64_t* names = <int64_t*> address_of(found[1])
     cdef int64_t* senders = <int64_t*> address_of(found[2])
     cdef int64_t* receivers = <int64_t*> address_of(found[3])
-    cdef int64_t rank, at, code, target, count = 0
+    cdef const int64_t* rank_of = <const int64_t*> address_of(ranks)
+    cdef int64_t rank, at, code, target, count = 0, num_stages = len(ranks)
     for rank in range(codes.num_ranks):
         for at in range(rank * codes.width, rank * codes.width + codes.lengths[rank]):
             code = codes.codes[at]
             target = stage_of(code) + (1 if work_of(code) == FORWARD else -1)
             if work_of(code) == BACKWARD_WEIGHT or not 0 <= target < num_stages:
                 continue
-            if rank_of(target, codes.num_ranks, folded) == rank:
+            if rank_of[target] == rank:
                 continue
             ticks[count] = posts.ticks[at]
             names[count] = name_of(code)
             senders[count] = rank
-            receivers[count] = rank_of(target, codes.num_ranks, folded)
+            receivers[count] = rank_of[target]
             count += 1
     turn = np.argsort(found[0, :count], kind="stable")
     _, name, sender, receiver = found[:, turn]

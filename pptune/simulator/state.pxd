@@ -82,7 +82,7 @@ cdef struct Step:
     int64_t width
     int64_t num_ranks
     int64_t num_stages
-    int64_t* ranks      # The rank of each stage.
+    const int64_t* ranks  # The rank of each stage.
     # Kinds [4 num_stages], and messages [2 num_stages + 2, stride]; what a loop does not use is
     # NULL.
     Kind* kinds
@@ -122,13 +122,6 @@ cdef struct Step:
     int64_t start_per_rank
     int64_t left_out    # Cycles that the played order has fewer than the one asked for.
     double late         # By how much they delay everything after the cut.
-
-
-cdef inline int64_t rank_of(int64_t stage, int64_t num_ranks, bint folded) noexcept nogil:
-    """The rank that holds a stage; stages lie in a V if `folded`, else in a loop."""
-    if folded and stage >= num_ranks:
-        return 2 * num_ranks - 1 - stage
-    return stage % num_ranks
 
 
 cdef inline int64_t rank_at(int64_t turn, int64_t num_ranks) noexcept nogil:

@@ -19,7 +19,7 @@ from pptune.simulator.posts import posts_of
 from pptune.simulator.state cimport (
     AFTER_NEXT, BY_EITHER, BY_RECEIVER, BY_SENDER, DEADLOCK, DONE, NEVER, NONE, UNALIGNED, UNKNOWN,
     Clock, Kind, Queue, Sends, StartedBy, Status, Step, input_of, maker_of, no_input,
-    output_of, rank_of,
+    output_of,
 )
 from pptune.simulator.two_sided cimport play_two_sided
 
@@ -106,17 +106,15 @@ cdef class Player:
     def __cinit__(self, order, costs, executor, bint spans):
         cdef Step* step = &self.step
         cdef int64_t num_ranks = order.num_ranks, rank, stage, link
-        cdef bint folded
         rules = WAITS[executor]
         self.order, self.executor, self.spans = order, executor, spans
-        folded = order.placement == "v"
         self.one_at_a_time = rules.one_at_a_time
         self.started_by = started_by(order, rules)
         step.num_ranks, step.num_stages = num_ranks, order.num_stages
         step.pairs_together = rules.pairs_send_together
         step.saved = NONE
         self.costs = <double*> calloc(NUM_ROWS * step.num_stages, sizeof(double))
-        step.ranks = <int64_t*> malloc(step.num_stages * sizeof(int64_t))
+        step.ranks = <const int64_t*> address_of(order.rank_of_stage)
         step.kinds = <Kind*> malloc(4 * step.num_stages * sizeof(Kind))
         step.clocks = <Clock*> calloc(num_ranks, sizeof(Clock))
         step.places = <int64_t*> calloc(num_ranks, sizeof(int64_t))
@@ -126,14 +124,12 @@ cdef class Player:
         step.saved_free = <double*> malloc(2 * num_ranks * sizeof(double))
         step.queues = <Queue*> malloc(2 * num_ranks * sizeof(Queue))
         if (
-            self.costs == NULL or step.ranks == NULL or step.kinds == NULL
+            self.costs == NULL or step.kinds == NULL
             or step.clocks == NULL or step.places == NULL
             or step.limits == NULL or step.sends == NULL or step.free == NULL
             or step.saved_free == NULL or step.queues == NULL
         ):
             raise MemoryError
-        for stage in range(step.num_stages):
-            step.ranks[stage] = rank_of(stage, num_ranks, folded)
         self.read(costs)
         step.wired = any_wire(step.num_stages, self.costs)
         for rank in range(num_ranks):
@@ -143,7 +139,6 @@ cdef class Player:
 
     def __dealloc__(self):
         free(self.costs)
-        free(self.step.ranks)
         free(self.step.kinds)
         free(self.step.clocks)
         free(self.step.places)
@@ -230,8 +225,7 @@ cdef class Player:
         step.stride = padded(self.num_microbatches)
         if self.started_by != BY_SENDER:
             self.posts = posts_of(
-                self.codes, step.num_stages, self.num_microbatches,
-                self.order.placement == "v", self.executor,
+                self.codes, self.order.rank_of_stage, self.num_microbatches, self.executor,
             )
             step.posted_after, step.waits = self.posts.posted_after, self.posts.waits
             step.ticks, step.produced_tick = self.posts.ticks, self.posts.produced_tick
