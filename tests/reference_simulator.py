@@ -373,29 +373,33 @@ class Player:
                     return
                 self.counters[rank] += 1
                 self.since[rank] = self.now
-            else:
-                self._begin(rank, kind, values[0])
+            elif self._takes_time(rank, kind, values[0]):
                 return
         result.finish = self.now
 
-    def _begin(self, rank: int, kind: str, value: Task | Message) -> None:
-        """Let an instruction that takes the rank's time begin."""
+    def _takes_time(self, rank: int, kind: str, value: Task | Message) -> bool:
+        """Begin an instruction that may take the rank's time; False if it has ended at once."""
         result = self.results[rank]
         if isinstance(value, Task):
             value.start = self.now
             result.busy += value.seconds
             result.overhead += value.overhead
             self._at(self.now + value.seconds + value.overhead, lambda: self._end_work(rank, value))
-            return
+            return True
         seconds = value.send_occupied if kind == "send" else value.receive_occupied
+        if seconds == 0.0:
+            self._end_occupied(rank, kind, value)
+            return False
         result.exposed += seconds
-        self._at(self.now + seconds, lambda: self._end_occupied(rank, kind, value))
+        self._at(self.now + seconds, lambda: self._go_on_after(rank, kind, value))
+        return True
 
     def _end_work(self, rank: int, task: Task) -> None:
         task.end = self.now
         if task.output:
             task.output.produced = self.now
         self._next(rank)
+        self._go_on(rank)
 
     def _end_occupied(self, rank: int, kind: str, message: Message) -> None:
         if kind == "send":
@@ -404,10 +408,13 @@ class Player:
             self._try_link((message.sender, message.receiver))
         self._next(rank)
 
+    def _go_on_after(self, rank: int, kind: str, message: Message) -> None:
+        self._end_occupied(rank, kind, message)
+        self._go_on(rank)
+
     def _next(self, rank: int) -> None:
         self.counters[rank] += 1
         self.since[rank] = self.now
-        self._go_on(rank)
 
     def _waited(self, rank: int, needed: Message | None, sent: Message | None) -> bool:
         """Whether both messages are there; counts the time since the rank began to wait."""

@@ -68,6 +68,15 @@ def test_what_buffers_swallow_does_not_bend_the_line() -> None:
     assert fit.worst_num_bytes == SIZES[0]
 
 
+def test_a_wire_without_latency_is_found_where_all_sizes_wait_for_it() -> None:
+    """As measured over a wire shaped to 20 Mbit/s: a line through the origin, noise either way."""
+    sizes = SIZES[:5]
+    times = [1.2e-4, 1.41e-3, 6.5e-3, 2.71e-2, 0.1091]
+    fit = fit_link(sizes, times)
+    assert fit.bytes_per_s == pytest.approx(2.4e6, rel=0.05)
+    assert fit.latency_s == pytest.approx(0, abs=5e-4)
+
+
 def test_the_fit_holds_within_15_percent_on_a_noisy_line() -> None:
     generator = np.random.default_rng(5)
     noisy = [time_s * factor for time_s, factor in

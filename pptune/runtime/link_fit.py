@@ -19,6 +19,9 @@ _BUFFERED_BYTES = 1 << 16
 """Messages up to this size may lie in buffers on their way: what arrives sooner than the link's own
 rate allows says nothing about latency or bandwidth."""
 
+_RATE_TOLERANCE = 0.95
+"""Noise apart: what arrives in this share of the time that the link's rate allows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
@@ -58,10 +61,12 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
 
 
 def _unbuffered(sizes: Floats, times: Floats) -> tuple[Floats, Floats]:
-    """Sizes and times that count: at least two."""
-    largest = sizes.argmax()
-    counts = (sizes > _BUFFERED_BYTES) | (times >= sizes * times[largest] / sizes[largest])
-    return (sizes[counts], times[counts]) if len(set(sizes[counts])) > 1 else (sizes, times)
+    """Sizes and times that count: those of the two largest messages at least."""
+    ranked = np.argsort(sizes)
+    wire_times = sizes * times[ranked[-1]] / sizes[ranked[-1]]
+    counts = (sizes > _BUFFERED_BYTES) | (times >= _RATE_TOLERANCE * wire_times)
+    counts[ranked[-2:]] = True
+    return sizes[counts], times[counts]
 
 
 def _candidates(sizes: Floats, times: Floats) -> Floats:

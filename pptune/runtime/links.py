@@ -261,8 +261,10 @@ def _time_loaded(
 
 def _time_allreduce(wire: Wire, budget_s: float, *, num_nodes: int) -> tuple[AllreducePoint, ...]:
     """Seconds of an all-reduce over all ranks, the slowest rank's, by size."""
-    points = []
+    points: list[AllreducePoint] = []
     for num_bytes in ALLREDUCE_SIZES:
+        if points and points[-1].seconds * num_bytes / points[-1].num_bytes > budget_s:
+            break
         first_s = max(gather_objects(wire.allreduces(num_bytes, 2)[-1]))
         if first_s > budget_s:
             break
