@@ -1,9 +1,9 @@
 """What the runtime adds to bare layer times, from short runs of the real runtime.
 
-An action's extra time is what lies between the end of the action before it and its own end, less
-the time it waited for messages and less the bare time of its layers. It can only be seen in the
-runtime itself. Plans that calibrated never count as evidence of accuracy: their labels are kept in
-the profile.
+Layers take what they take inside the running pipeline. An action's extra time is what lies between
+it and the action before, less the time it waited for messages, and what whole steps take beyond
+that. It can only be seen in the runtime itself. Plans that calibrated never count as evidence of
+accuracy: their labels are kept in the profile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,8 @@ def apply_calibration(
         by_executor.setdefault(model.executor(run.plan), []).append(run)
     constants = step_constants(profile, runs)
     recorded = {
-        executor: overhead_from_records(model, own) for executor, own in by_executor.items()
+        executor: overhead_from_records(model, own, inside=not stages_compute)
+        for executor, own in by_executor.items()
     }
     if stages_compute:
         profile = without_bursts(profile, constants, recorded, runs)

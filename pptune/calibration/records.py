@@ -16,7 +16,14 @@ from pptune.profiles import Overhead, Profile, StepConstants
 from pptune.simulator import Costs
 
 
-def overhead_from_records(model: CostModel, runs: Sequence[CalibrationRun]) -> Overhead:
+def overhead_from_records(
+    model: CostModel, runs: Sequence[CalibrationRun], *, inside: bool
+) -> Overhead:
+    """What lies between a rank's actions and, where `inside`, what they take beyond the layers.
+
+    Where layer times are those of the runs themselves, the rest of an action's own time is chance:
+    one executor's plans ran while the machine was slower than during another's.
+    """
     extras: dict[str, list[float]] = {"F": [], "B": []}
     hops: list[float] = []
     edges: list[float] = []
@@ -24,7 +31,7 @@ def overhead_from_records(model: CostModel, runs: Sequence[CalibrationRun]) -> O
         costs = model.costs(run.plan)
         for step in run.steps:
             for rank in range(run.plan.num_ranks):
-                for work, extra in _extras(run.plan, step, rank, costs):
+                for work, extra in _extras(run.plan, step, rank, costs, inside=inside):
                     extras[work].append(extra)
                 edges.append(_edges_s(step, rank))
             hops += _hops_s(run.plan, step, costs)
@@ -57,16 +64,19 @@ def step_constants(profile: Profile, runs: Sequence[CalibrationRun]) -> StepCons
     return StepConstants(fixed_s=fixed, per_parameter_byte_s=slope)
 
 
-def _extras(plan: Plan, step: MeasuredStep, rank: int, costs: Costs) -> Iterator[tuple[str, float]]:
-    """(F or B, extra seconds) of each action of `rank` but its first."""
+def _extras(
+    plan: Plan, step: MeasuredStep, rank: int, costs: Costs, *, inside: bool
+) -> Iterator[tuple[str, float]]:
+    """(F or B, extra seconds) of each action of `rank` but its first; those within the action only
+    where `inside`."""
     waits = list(step.waits[rank]) if step.waits else []
     actions = step.actions[rank]
     for before, action in itertools.pairwise(actions):
         gap = action.start_s - before.end_s - _waited(waits, before.end_s, action.start_s)
-        seconds = bare_s(costs, action.stage, action.work)
-        seconds += _occupied_s(costs, plan, action.stage, action.work)
-        work = "F" if action.work == "F" else "B"
-        yield work, gap + (action.end_s - action.start_s) - seconds
+        extra_s = gap - _occupied_s(costs, plan, action.stage, action.work)
+        if inside:
+            extra_s += action.end_s - action.start_s - bare_s(costs, action.stage, action.work)
+        yield "F" if action.work == "F" else "B", extra_s
 
 
 def bare_s(costs: Costs, stage: int, work: str) -> float:
