@@ -163,14 +163,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def plans_of(folder: Path) -> PlansFile:
-    """1F1B on two ranks at b = 1 and 2, global batch 8."""
+def plans_of(folder: Path, num_ranks: int = 2) -> PlansFile:
+    """1F1B at b = 1 and 2, global batch 8."""
     path = folder / "profile.json"
     return searching.search(
         load_profile(path),
         Setting(target=parse_target("torch")),
         searching.Request(
-            global_batch_size=8, num_ranks=2, schedules=("1f1b",), microbatch_sizes=(1, 2)
+            global_batch_size=8, num_ranks=num_ranks, schedules=("1f1b",), microbatch_sizes=(1, 2)
         ),
         reference=ProfileReference(path=str(path), digest=digest_of(path)),
     )
@@ -384,9 +384,12 @@ def test_ctrl_c_ends_ranks_and_keeps_what_was_measured(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(3600)
-def test_fifty_stops_at_random_moments_lose_and_repeat_nothing(folder: Path) -> None:
-    stop_and_resume(folder, tries=50, seed=0)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fifty_stops_at_random_moments_lose_and_repeat_nothing(
+    folder: Path, num_ranks: int
+) -> None:
+    save_plans(plans_of(folder, num_ranks), folder / "plans.json")
+    stop_and_resume(folder, tries=25, seed=num_ranks)
 
 
 # --- places that cannot be written, networks that are not there -----------------------------------

@@ -310,6 +310,19 @@ def test_no_pipeline_where_the_model_fits_without_one() -> None:
     assert pick(gpu_profile(0.5, memory_bytes=3000), 16, num_gpus=4).num_ranks > 1
 
 
+def test_one_rank_has_no_bubble_and_its_plans_can_be_read_again(tmp_path: Path) -> None:
+    """Sums of times that no wait parts differ by rounding only, either way."""
+    profile = synthetic_profile(block=lambda b: (0.7e-3 + 0.1e-3 * b, 1.3e-3 + 0.3e-3 * b))
+    for batch in range(1, 40):
+        found = search(
+            profile, Setting(target=TORCH), Request(global_batch_size=batch, num_ranks=1),
+            reference=REFERENCE,
+        )  # fmt: skip
+        assert all(row.estimate.bubble_ratio >= 0 for row in found.candidates)
+        save_plans(found, tmp_path / "plans.json")
+        assert load_plans(tmp_path / "plans.json").candidates == found.candidates
+
+
 def test_gpus_without_an_allreduce_measurement_are_refused() -> None:
     with pytest.raises(UsageError, match="all-reduce"):
         found(synthetic_profile(), 16, num_gpus=4)

@@ -346,9 +346,8 @@ cdef class Player:
                 step.clocks[rank].spent -= occupied
         for rank in range(num_ranks):
             busy[rank] = step.clocks[rank].spent - overheads[rank]
-            bubble[rank] = (
-                total - step.clocks[rank].spent - exposed[rank]
-            )
+            # Where a rank never waits, rounding may leave a little less than nothing.
+            bubble[rank] = max(0.0, total - step.clocks[rank].spent - exposed[rank])
             at = rank * step.width + step.lengths[rank] - 1
             while work_of(step.codes[at]) != FORWARD:
                 at -= 1
