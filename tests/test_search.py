@@ -18,7 +18,7 @@ from pptune.errors import FileError, NoAnswer, UsageError
 from pptune.estimate import Estimate
 from pptune.executors import Executor
 from pptune.plan import Plan, even_layers, make_plan
-from pptune.plans_file import PlansFile, ProfileReference
+from pptune.plans_file import PlansFile, ProfileReference, load_plans, save_plans
 from pptune.profiles import AllreducePoint, MemoryModel, Overhead, Profile, StepConstants
 from pptune.search import Request, count_plans, search
 from pptune.targets import illegal, parse_target
