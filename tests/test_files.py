@@ -297,9 +297,11 @@ def _predict(profile: Profile, schedule: Any, chunks: int) -> None:
     if num_layers < stages:
         return
     layers = (num_layers - stages + 1, *(1,) * (stages - 1))
+    block = profile.layer("block")
+    size = block.points[0].microbatch_size if block is not None and block.points else 1
     plan = make_plan(
-        schedule=schedule, num_ranks=2, num_chunks=chunks, microbatch_size=1, num_microbatches=4,
-        layers_per_stage=layers,
+        schedule=schedule, num_ranks=2, num_chunks=chunks, microbatch_size=size,
+        num_microbatches=4, layers_per_stage=layers,
     )  # fmt: skip
     try:
         estimate = model.estimate(plan)
@@ -311,9 +313,19 @@ def _predict(profile: Profile, schedule: Any, chunks: int) -> None:
         assert estimate.step_time_s >= estimate.breakdown_s.compute * (1 - 1e-9)
 
 
-def fuzz(raw: bytes, load: Load, folder: Path, seed: int) -> None:
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A file in memory, on Linux: gigabytes are written to it."""
+    if not hasattr(os, "memfd_create"):
+        yield tmp_path / "mutated.json"
+        return
+    descriptor = os.memfd_create("mutated")
+    yield Path(f"/proc/self/fd/{descriptor}")
+    os.close(descriptor)
+
+
+def fuzz(raw: bytes, load: Load, path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    path = folder / "mutated.json"
     path.write_bytes(mutated(raw, draw))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownFieldWarning)
@@ -337,7 +349,7 @@ def test_some_mutations_never_give_a_traceback(
     @settings(derandomize=True, max_examples=150, deadline=None, database=None)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
-        fuzz(raw, load, folder, seed)
+        fuzz(raw, load, folder / "mutated.json", seed)
 
     check()
 
@@ -345,13 +357,15 @@ def test_some_mutations_never_give_a_traceback(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", [*SHIPPED, *KINDS], ids=lambda path: Path(path).stem)
-def test_ten_thousand_mutations_never_give_a_traceback(tmp_path: Path, path: Path | str) -> None:
+def test_ten_thousand_mutations_never_give_a_traceback(
+    tmp_path: Path, memory_path: Path, path: Path | str
+) -> None:
     load: Load = load_profile
     if isinstance(path, str):
         path, load = written(tmp_path)[path]
     raw = path.read_bytes()
     for seed in range(10_000):
-        fuzz(raw, load, tmp_path, seed)
+        fuzz(raw, load, memory_path, seed)
 
 
 # --- nothing in a file is run or leads out of its folder ------------------------------------------

@@ -308,7 +308,7 @@ class TestAgainstThePlainSimulator:
     @pytest.mark.parametrize("part", range(20))
     def test_two_hundred_uniform_steps_of_up_to_20000_microbatches(self, part: int) -> None:
         extrapolated, compared = self.uniform_cases(
-            10, seed=5, least=200, most=20_000, ranks=3, chunks=2, turn=10 * part
+            10, seed=5, least=100, most=20_000, ranks=3, chunks=2, turn=10 * part
         )
         assert extrapolated > compared / 2
 
