@@ -256,8 +256,16 @@ class Player:
         return result
 
     def _torch_1f1b(self) -> list[list[tuple]]:
-        """Schedule1F1B: exchange with the other direction and wait for both; between two actions of
-        one direction send, go on, and wait for the send after the next action."""
+        """Schedule1F1B: between two actions of one direction it sends, goes on, and waits for the
+        send after the next action."""
+        return self._exchanging(blocks=False)
+
+    def _megatron_exposed(self) -> list[list[tuple]]:
+        """Blocking exchanges: between two actions of one direction it sends, and then receives."""
+        return self._exchanging(blocks=True)
+
+    def _exchanging(self, *, blocks: bool) -> list[list[tuple]]:
+        """Each action is followed by an exchange: with the other direction both messages at once."""
         programs = []
         for tasks in self.lists:
             program: list[tuple] = []
@@ -275,30 +283,11 @@ class Player:
                     program.append(("send", task.output))
                     if following and following.direction != task.direction:
                         fused = task.output
+                    elif blocks:
+                        program.append(("wait", None, task.output))
                     else:
                         unfinished = task.output
             program.append(("wait", None, unfinished))
-            programs.append(program)
-        return programs
-
-    def _megatron_exposed(self) -> list[list[tuple]]:
-        """Blocking exchanges: with the other direction both at once, else send and then receive."""
-        programs = []
-        for tasks in self.lists:
-            program: list[tuple] = []
-            fused: Message | None = None
-            for task, following in itertools.pairwise([*tasks, None]):
-                if task.input:
-                    program.append(("receive", task.input))
-                program.append(("wait", task.input, fused))
-                program += self._work(task)
-                fused = None
-                if task.output:
-                    program.append(("send", task.output))
-                    if following and following.direction != task.direction:
-                        fused = task.output
-                    else:
-                        program.append(("wait", None, task.output))
             programs.append(program)
         return programs
 

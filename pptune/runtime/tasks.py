@@ -75,7 +75,7 @@ def visit_plan(
     elif key not in runners and len(runners) >= _MAX_RUNNERS:
         _forget(runners, list(runners)[:1])
     if not runners:
-        # What torch has made by now stays: 300,000 objects to look through again at every visit.
+        # What torch has made by now stays. To look through it again would outlast most visits.
         gc.collect()
         gc.freeze()
     if key not in runners:

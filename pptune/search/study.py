@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INDEX = "plan_index"
 SPACE = "pptune_space"
-PAUSES_S = (0.05, 0.1, 0.2)
+_PAUSES_S = (0.05, 0.1, 0.2)
 """Before a database is tried again."""
 
 Values = tuple[float, ...]
@@ -171,7 +171,7 @@ def _storage(url: str | None) -> "optuna.storages.BaseStorage | None":
         return None
     if url.startswith("journal://"):
         return JournalStorage(JournalFileBackend(url.removeprefix("journal://")))
-    for pause_s in PAUSES_S:
+    for pause_s in _PAUSES_S:
         # Of two commands that make the same tables at once, one fails, and finds them made later.
         with contextlib.suppress(DatabaseError):
             return get_storage(url)
