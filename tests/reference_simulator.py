@@ -265,7 +265,7 @@ class Player:
         return self._exchanging(blocks=True)
 
     def _exchanging(self, *, blocks: bool) -> list[list[tuple]]:
-        """Each action is followed by an exchange: with the other direction both messages at once."""
+        """An exchange follows each action; with the other direction, both messages at once."""
         programs = []
         for tasks in self.lists:
             program: list[tuple] = []
