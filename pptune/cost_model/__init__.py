@@ -38,6 +38,9 @@ Floats = NDArray[np.float64]
 BORDERLINE_RATIO = 0.05
 """A peak within this share of the limit is called borderline: such runs fail now and then."""
 
+MAX_KEPT_ACTIONS = 2**21
+"""Orders are kept while they have no more actions together; one takes 20 to 30 bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -79,7 +82,8 @@ class CostModel:
         self._times: dict[tuple[int, str], ModelTimes] = {}
         self._surroundings: dict[tuple[object, ...], Surroundings] = {}
         self._inputs: dict[tuple[object, ...], Inputs] = {}
-        self._order: tuple[tuple[object, ...], Order] | None = None
+        self._orders: dict[tuple[object, ...], Order] = {}
+        self._kept_actions = 0
         self._flops_per_sequence = profile.model.flops_per_sequence()
         limit = setting.memory_limit_bytes
         self.memory_limit_bytes = profile.machine.memory_bytes if limit is None else limit
@@ -134,10 +138,11 @@ class CostModel:
         return overhead_of(self.profile, self.executor(plan))[0]
 
     def order(self, plan: Plan) -> Order:
-        """The plan's actions, rank by rank; the last one asked for is kept."""
+        """The plan's actions, rank by rank; kept for plans to come while there are not too many."""
         key = (plan.schedule, plan.num_ranks, plan.num_chunks, plan.num_microbatches,
                plan.microbatch_group_size)  # fmt: skip
-        if self._order is None or self._order[0] != key:
+        order = self._orders.get(key)
+        if order is None:
             order = generate(
                 plan.schedule,
                 num_ranks=plan.num_ranks,
@@ -145,8 +150,13 @@ class CostModel:
                 num_microbatches=plan.num_microbatches,
                 microbatch_group_size=plan.microbatch_group_size,
             )
-            self._order = (key, order)
-        return self._order[1]
+            num_actions = 2 * plan.num_stages * plan.num_microbatches
+            if self._kept_actions + num_actions > MAX_KEPT_ACTIONS:
+                self._orders.clear()
+                self._kept_actions = 0
+            self._orders[key] = order
+            self._kept_actions += num_actions
+        return order
 
     def memory(self, plan: Plan) -> MemoryParts | None:
         """Peak bytes of every rank by what holds them, or None where the profile lacks a number."""
@@ -191,7 +201,7 @@ class CostModel:
         limit = self.memory_limit_bytes
         if peak_memory_bytes is None or limit is None:
             return "unknown"
-        fullest = float(peak_memory_bytes.max())
+        fullest = max(peak_memory_bytes.tolist())
         if fullest > limit:
             return "no"
         return "borderline" if fullest > limit * (1 - BORDERLINE_RATIO) else "yes"
@@ -270,11 +280,11 @@ class CostModel:
         return Estimate(
             step_time_s=step_time_s,
             longest_rank_span_s=simulation.longest_rank_span_s,
-            bubble_ratio=float(simulation.bubble_s.sum())
+            bubble_ratio=sum(simulation.bubble_s.tolist())
             / (plan.num_ranks * simulation.step_time_s)
             if simulation.step_time_s > 0
             else 0.0,
-            ideal_time_s=float(work_s.max()),
+            ideal_time_s=max(work_s.tolist()),
             breakdown_s=breakdown(simulation, inputs.constant_s, step_time_s),
             peak_memory_bytes=None
             if peaks is None

@@ -41,15 +41,11 @@ class Inputs:
     executor: Executor
     constant_s: Floats
     """Seconds per step besides the actions, of each rank."""
+    longest_constant_s: float
     static: StaticMemory | None
     activation: ActivationMemory | None
     source: Source
     assumptions: tuple[str, ...]
-
-    @cached_property
-    def longest_constant_s(self) -> float:
-        """The constants of the rank that has most of them."""
-        return float(self.constant_s.max())
 
     @cached_property
     def bound(self) -> StepBound:
@@ -152,6 +148,7 @@ def compose(
         ),
         executor=around.executor,
         constant_s=constant_s,
+        longest_constant_s=max(constant_s.tolist()),
         static=static_memory(plan, profile, parameter_bytes, zero_stage=zero_stage),
         activation=around.activation,
         source=weakest([around.source, constants.source]),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.cost_model.stage_times import ModelTimes
+from pptune.cost_model.stage_times import ModelTimes, layer_counts
 from pptune.executors import Executor
 from pptune.plan import Plan
 from pptune.profiles import MemoryModel, Profile
@@ -209,7 +209,7 @@ def rank_parameter_bytes(plan: Plan, profile: Profile) -> Floats | None:
             return None
         sizes.append(layer.parameter_bytes)
     embedding, block, head = sizes
-    stages = np.array(plan.layers_per_stage, dtype=np.float64) * block
+    stages = layer_counts(plan.layers_per_stage) * block
     stages[0] += embedding
     stages[-1] += head
     return per_rank(plan, stages)
@@ -262,7 +262,7 @@ def kept_messages(plan: Plan, executor: Executor) -> int:
 
 def per_stage_bytes(plan: Plan, activation: ActivationMemory) -> Floats:
     """What autograd and kept outputs hold of one micro-batch on each stage, float64[num_stages]."""
-    stages = np.array(plan.layers_per_stage, dtype=np.float64) * activation.block
+    stages = layer_counts(plan.layers_per_stage) * activation.block
     stages[0] += activation.embedding
     stages[-1] += activation.head + activation.logits
     return stages

@@ -4,6 +4,7 @@ The embedding is on the first stage, the head (norm, logits and loss) on the las
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,14 @@ def layer_seconds(times: ModelTimes) -> Floats:
     return np.array([*rows, *parts] if split else rows, dtype=np.float64)
 
 
+@lru_cache(maxsize=64)
+def layer_counts(layers_per_stage: tuple[int, ...]) -> Floats:
+    """The blocks of each stage to calculate with, float64[num_stages]; not to be changed."""
+    counts = np.array(layers_per_stage, dtype=np.float64)
+    counts.flags.writeable = False
+    return counts
+
+
 def stage_times(
     layer_s: Floats, layers_per_stage: tuple[int, ...], *, first_stage_splits: bool
 ) -> StageTimes:
@@ -111,7 +120,7 @@ def stage_times(
     `first_stage_splits`: False where the runtime leaves the first stage's input gradient out and
     does the whole backward in the weight action (torch.distributed.pipelining, stage.py).
     """
-    seconds = layer_s[:, 1:2] * np.array(layers_per_stage, dtype=np.float64)
+    seconds = layer_s[:, 1:2] * layer_counts(layers_per_stage)
     seconds[:, 0] += layer_s[:, 0]
     seconds[:, -1] += layer_s[:, 2]
     if len(seconds) == 2:
