@@ -430,28 +430,45 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
     assert done.stderr == "error: cannot write the result: No space left on device\n"
 
 
-def test_a_signal_inside_a_callback_from_c_still_ends_the_command(here: Path) -> None:
-    """Python drops what is raised there."""
-    script = textwrap.dedent(
-        """
-        import ctypes, os, signal, sys
-        from pptune import cli
-
-        callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-        def work():
-            callback()
-            signal.pause()
-
-        cli._run = work
-        cli.main()
-        """
-    )
-    done = subprocess.run(
+def run_as_command(work: str) -> "subprocess.CompletedProcess[str]":
+    """`work` in the place of a command."""
+    script = "\n".join(
+        ["import contextlib, ctypes, os, signal, time", "from pptune import cli", "def work():",
+         textwrap.indent(textwrap.dedent(work), "    "), "cli._run = work", "cli.main()"]
+    )  # fmt: skip
+    return subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        # Python drops what is raised there.
+        "ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))()",
+        # As an extension does with any error in a module that it can do without.
+        "with contextlib.suppress(BaseException): os.kill(os.getpid(), signal.SIGTERM)",
+    ],
+)
+def test_a_signal_whose_exception_is_lost_still_ends_the_command(lost: str) -> None:
+    done = run_as_command(f"{lost}\ntime.sleep(100)")
     assert done.returncode == 143
+    assert done.stderr == "stopped; what was measured has been saved\n"
+
+
+def test_what_a_stopped_command_still_has_to_do_is_done_once_and_to_its_end() -> None:
+    done = run_as_command(
+        """
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            for _ in range(10):
+                time.sleep(0.1)
+            print("tidied", flush=True)
+        """
+    )
+    assert (done.returncode, done.stdout) == (130, "tidied\n")
     assert done.stderr == "stopped; what was measured has been saved\n"
 
 

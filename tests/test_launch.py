@@ -45,10 +45,10 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def group() -> Iterator[RankGroup]:
     with RankGroup(WORLD, timeout_s=PATIENT_S) as group:
         yield group
-    assert ranks_alive() == []
+    assert processes_below() == []
 
 
-def ranks_alive(of: int | None = None) -> list[psutil.Process]:
+def processes_below(of: int | None = None) -> list[psutil.Process]:
     """Processes below `of` (default: this one) that have not ended, but for Python's own tracker,
     which tests of other files may have left."""
     return [
@@ -56,6 +56,16 @@ def ranks_alive(of: int | None = None) -> list[psutil.Process]:
         for child in psutil.Process(of).children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE
         and "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+def ranks_alive(of: int | None = None) -> list[psutil.Process]:
+    """The same without what ranks are forked from, which lives on when they fail."""
+    return [
+        process
+        for process in processes_below(of)
+        if process.name().startswith("pptune-rank-")
+        or "pptune.runtime.fork_server" not in process.cmdline()
     ]
 
 
@@ -170,7 +180,7 @@ def test_ranks_answer_in_order_stay_between_commands_and_end_with_the_group() ->
         assert len(before) == 2
         assert [answer["rank"] for answer in group.run("ping")] == [0, 1]
         assert {process.pid for process in ranks_alive()} == before
-    assert ranks_alive() == []
+    assert processes_below() == []
 
 
 @pytest.mark.dist
@@ -247,8 +257,8 @@ def test_processes_that_the_model_starts_end_with_the_ranks() -> None:
     with RankGroup(WORLD, timeout_s=PATIENT_S) as group:
         answers = complete_model(group, "tests.faulty:forks")
         assert answers[0]["num_layers"] == 4
-        started = ranks_alive()
-        assert len(started) == 4  # each rank and its own child
+        started = processes_below()
+        assert len(started) == 5  # each rank and its own child, and what ranks are forked from
     _, alive = psutil.wait_procs(started, timeout=5)
     assert alive == []
 
@@ -270,8 +280,8 @@ def test_ranks_end_within_seconds_when_their_agent_is_killed(tmp_path: Path) -> 
     agent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert agent.stdout is not None
     assert agent.stdout.readline() == b"up\n"
-    ranks = ranks_alive(agent.pid)
-    assert len(ranks) == 2
+    ranks = processes_below(agent.pid)
+    assert len(ranks) == 3  # and what they are forked from
     agent.kill()
     agent.wait()
     agent.stdout.close()

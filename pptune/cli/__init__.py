@@ -26,7 +26,11 @@ app = typer.Typer(
 _STOPPED = 130
 """What typer answers for KeyboardInterrupt, whichever signal raised it."""
 
-_AGAIN_S = 0.01
+_AGAIN_S = 0.2
+"""How long after a signal to look whether the KeyboardInterrupt that it raised was lost."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""SIGALRM is our own."""
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -49,30 +53,32 @@ def root(
 def main() -> None:
     """Run a command and exit with the code that the interface promises."""
     received: list[int] = []
+    over = False
 
     def on_signal(number: int, _: FrameType | None) -> None:
         received.append(number)
-        raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        if number != signal.SIGALRM or not (over or _is_stopping()):
+            raise KeyboardInterrupt
 
     def on_ignored(ignored: "sys.UnraisableHookArgs") -> None:
-        # Raised where Python can't raise, such as a callback from C: again, in a moment.
-        if issubclass(ignored.exc_type, KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
-        else:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(ignored)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+    for number in _SIGNALS:
         signal.signal(number, on_signal)
     sys.unraisablehook = on_ignored
     warnings.showwarning = _warn
     try:
         code = _run()
+        over = True
     except BaseException:
+        over = True
         # An interrupted import may raise anything, so the signal counts and not the exception.
         if not received:
             raise
         code = _STOPPED
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if received and code == _STOPPED:
         print("stopped; what was measured has been saved", file=sys.stderr, flush=True)
@@ -80,6 +86,15 @@ def main() -> None:
         # through code that an extension module ran.
         os._exit(128 + received[0])
     sys.exit(code)
+
+
+def _is_stopping() -> bool:
+    """Whether a KeyboardInterrupt is on its way up. One that was raised in a callback from C, or in
+    a module that an extension imports and can do without, has gone nowhere."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _run() -> int:

@@ -5,8 +5,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from typing import IO, Any
 
 from pptune.errors import RuntimeFailure
 from pptune.runtime.channel import Channel, Notice
+from pptune.runtime.fork_server import ForkServer
 from pptune.runtime.world import World, interface_towards
 
 _TRACEBACK_LINES = 6
@@ -28,7 +27,6 @@ class Child:
     """A rank's process as its agent sees it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
     channel: Channel
     stderr: IO[bytes]
     notice: Notice
@@ -52,10 +50,14 @@ class Agent:
     timeout_s: float
     session: int
     children: dict[int, Child] = field(default_factory=dict)
+    server: ForkServer | None = None
+    """What starts them; it lives on when they are killed."""
 
     def start(self, epoch: int) -> None:
         """Start one process per local rank. They join through the agents' control store; alone,
         through one that rank 0 serves on a socket of ours, so that its port is surely free."""
+        if self.server is None:
+            self.server = ForkServer(self._environment(), _imports(self.world))
         if self.world.launcher != "alone":
             for local_rank, rank in enumerate(self.world.local_ranks):
                 self.children[rank] = self._start_child(rank, local_rank, epoch, self.world.port)
@@ -66,6 +68,19 @@ class Agent:
                 own = listener if rank == 0 else None
                 self.children[rank] = self._start_child(rank, rank, epoch, port, own)
 
+    def _environment(self) -> dict[str, str]:
+        """Of the ranks. The launcher's variables would make torch join another group."""
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("TORCHELASTIC") and name not in ("RANK", "WORLD_SIZE")
+        }
+        if "GLOO_SOCKET_IFNAME" not in environment:
+            interface = interface_towards(self.world.address)
+            if interface is not None:
+                environment["GLOO_SOCKET_IFNAME"] = interface
+        return environment
+
     def _start_child(
         self,
         rank: int,
@@ -75,56 +90,30 @@ class Agent:
         listener: socket.socket | None = None,
     ) -> Child:
         world = self.world
+        assert self.server is not None
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         notice = Notice.create()
-        # The rank's own launcher variables would make torch join another group.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("TORCHELASTIC") and name not in ("RANK", "WORLD_SIZE")
-        }
-        environment |= {
-            "PPTUNE_CHANNEL": str(theirs.fileno()), "PPTUNE_NOTICE": str(notice.descriptor),
-            "PPTUNE_PARENT": str(os.getpid()),
-        }  # fmt: skip
-        if "GLOO_SOCKET_IFNAME" not in environment:
-            interface = interface_towards(world.address)
-            if interface is not None:
-                environment["GLOO_SOCKET_IFNAME"] = interface
-        try:
-            # A process group of its own, so that what the user's model starts ends with it.
-            process = subprocess.Popen(
-                # The number is for whoever looks at the list of processes.
-                # -P: the pptune that is installed, even inside a folder with its sources.
-                [sys.executable, "-P", "-m", "pptune.runtime.rank", str(rank)],
-                env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
-                pass_fds=[
-                    theirs.fileno(), notice.descriptor,
-                    *([] if listener is None else [listener.fileno()]),
-                ],
-                process_group=0,
-            )  # fmt: skip
-        except OSError as error:
-            raise RuntimeFailure(f"cannot start rank {rank}: {error.strerror or error}") from None
+        handed = [theirs.fileno(), notice.descriptor, stderr.fileno()]
+        self.server.fork(rank, handed if listener is None else [*handed, listener.fileno()])
         theirs.close()
         cores = len(os.sched_getaffinity(0))
         channel = Channel(ours)
         if world.launcher != "alone":
             local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
         ranks_here = _ranks_on_this_host(world)
-        channel.send(
-            {
-                "rank": rank, "num_ranks": world.num_ranks, "device": world.device,
-                "local_rank": local_rank, "threads": max(1, cores // ranks_here),
-                "address": world.address, "port": port,
-                "listener": None if listener is None else listener.fileno(),
-                "prefix": f"{world.run_id}/session{self.session}/epoch{epoch}",
-                "timeout_s": self.timeout_s,
-                "node": _node_name(world),
-            }
-        )  # fmt: skip
-        return Child(rank, process, channel, stderr, notice, _oom_kills())
+        with contextlib.suppress(OSError):  # A server that has died takes the channel with it.
+            channel.send(
+                {
+                    "rank": rank, "num_ranks": world.num_ranks, "device": world.device,
+                    "local_rank": local_rank, "threads": max(1, cores // ranks_here),
+                    "address": world.address, "port": port,
+                    "prefix": f"{world.run_id}/session{self.session}/epoch{epoch}",
+                    "timeout_s": self.timeout_s,
+                    "node": _node_name(world),
+                }
+            )  # fmt: skip
+        return Child(rank, channel, stderr, notice, _oom_kills())
 
     def send(self, command: dict[str, Any]) -> None:
         """Give every local rank the next command."""
@@ -171,12 +160,11 @@ class Agent:
         return None
 
     def _note_death(self, child: Child) -> None:
-        try:
-            code = child.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            code = None
+        assert self.server is not None
+        code = self.server.exit_of(child.rank)
         child.stderr.seek(-min(_TAIL_BYTES, child.stderr.seek(0, os.SEEK_END)), os.SEEK_END)
-        tail = child.stderr.read().decode(errors="replace").strip().splitlines()
+        written = child.stderr.read() or self.server.read_errors()[-_TAIL_BYTES:]
+        tail = written.decode(errors="replace").strip().splitlines()
         killed = code is not None and code < 0
         how = f"was killed by {signal.Signals(-code).name}" if code and killed else f"exited {code}"
         # The kernel's out-of-memory killer leaves no other trace than SIGKILL.
@@ -192,15 +180,29 @@ class Agent:
 
     def kill(self) -> None:
         """End every local rank at once and wait until it is gone."""
+        if self.server is not None and not self.server.kill_ranks():
+            self.server.close()
+            self.server = None
         for child in self.children.values():
-            with contextlib.suppress(OSError):
-                os.killpg(child.process.pid, signal.SIGKILL)
-        for child in self.children.values():
-            child.process.wait()
             child.channel.close()
             child.stderr.close()
             child.notice.close()
         self.children = {}
+
+    def close(self) -> None:
+        """End the ranks and what starts them."""
+        self.kill()
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
+def _imports(world: World) -> tuple[str, ...]:
+    """Modules that every rank needs and may have from the process it is forked from."""
+    if world.device == "cuda":
+        return ()
+    pipelines = ("pptune.runtime.pipeline",) if world.num_ranks > 1 else ()
+    return ("pptune.runtime.tasks", *pipelines)
 
 
 def _listener(address: str) -> socket.socket:

@@ -171,7 +171,7 @@ class RankGroup:
 
     def close(self) -> None:
         """End every rank and release the other agents."""
-        self._agent.kill()
+        self._agent.close()
         if self._store is not None:
             with contextlib.suppress(Exception):
                 self._store.set(_key("command", self._number), json.dumps({"task": _STOP}))
@@ -209,7 +209,7 @@ def follow(world: World, *, timeout_s: float) -> None:
             _answer(store, agent, command)
             number += 1
     finally:
-        agent.kill()
+        agent.close()
         with contextlib.suppress(Exception):  # the leader may be gone
             store.add(_key("left"), 1)
 

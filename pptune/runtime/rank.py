@@ -1,8 +1,8 @@
-"""The program of one rank: `python -m pptune.runtime.rank`, started by an agent.
+"""What the process of one rank does, from its fork to its end.
 
 It joins the process group of its epoch, then runs the tasks it is given until its agent closes the
 channel. It never outlives its agent: a thread waits for the channel to close, and the kernel is
-asked to kill the process when its parent dies.
+asked to kill the process when its parent dies, which dies with the agent.
 """
 
 import ctypes
@@ -23,16 +23,29 @@ from pptune.runtime.channel import Channel, Notice
 from pptune.runtime.context import RankContext
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 
 
-def main() -> None:
-    """Join, then serve tasks until the agent closes the channel."""
-    _die_with_parent()
+def serve(
+    rank: int, parent: int, channel_descriptor: int, notice_descriptor: int, listener: int | None
+) -> None:
+    """Join, then serve tasks until the agent closes the channel.
+
+    `parent` is the process that has started this one, `listener` the socket to serve the rendezvous
+    on, if that is for this rank to do.
+    """
+    die_with(parent)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        # For whoever looks at the list of processes.
+        libc.prctl(_PR_SET_NAME, b"pptune-rank-%d" % rank, 0, 0, 0)
+        # Replayed stages sleep for given times; the default slack of 50 us would lengthen each.
+        libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     # The terminal sends Ctrl-C to the whole group; only the agent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(os.environ["PPTUNE_CHANNEL"])))
-    notice = Notice(int(os.environ["PPTUNE_NOTICE"]))
+    channel = Channel(socket.socket(fileno=channel_descriptor))
+    notice = Notice(notice_descriptor)
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read_commands, args=(channel, commands), daemon=True).start()
     setup = commands.get()
@@ -46,7 +59,7 @@ def main() -> None:
             os._exit(1)  # the agent is gone
 
     try:
-        context = _join(setup, emit, notice.write)
+        context = _join(setup, listener, emit, notice.write)
         from pptune.runtime.tasks import TASKS
 
         notice.write("waiting for a command")
@@ -71,18 +84,17 @@ def _read_commands(channel: Channel, commands: "queue.Queue[dict[str, Any]]") ->
             commands.put(message)
 
 
-def _die_with_parent() -> None:
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which has started it, dies."""
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # Replayed stages sleep for given times; the default slack of 50 us would lengthen each.
-        libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        if os.getppid() != int(os.environ["PPTUNE_PARENT"]):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
             os._exit(1)
 
 
 def _join(
     setup: dict[str, Any],
+    listener: int | None,
     emit: Callable[[dict[str, Any]], None],
     status: Callable[[str], None],
 ) -> RankContext:
@@ -101,10 +113,10 @@ def _join(
     else:
         device = torch.device("cpu")
         torch.set_num_threads(setup["threads"])
-    listener = {} if setup["listener"] is None else {"master_listen_fd": setup["listener"]}
+    serving: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
     store = TCPStore(
-        setup["address"], setup["port"], is_master=bool(listener), timeout=timeout,
-        wait_for_workers=False, **listener,
+        setup["address"], setup["port"], is_master=listener is not None, timeout=timeout,
+        wait_for_workers=False, **serving,
     )  # fmt: skip
     dist.init_process_group(
         "nccl" if setup["device"] == "cuda" else "gloo",
@@ -140,7 +152,3 @@ def _reason(error: BaseException) -> str:
     from pptune.runtime.headroom import is_out_of_memory
 
     return "oom" if is_out_of_memory(error) else "crash"
-
-
-if __name__ == "__main__":
-    main()
