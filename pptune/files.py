@@ -104,8 +104,9 @@ def impossible_number(value: object, where: str = "", name: str = "") -> str | N
         case dict():
             parts = [(inner, f"{where}.{key}", name) for key, inner in value.items()]
         case tuple() | list():
-            # Most of a file is such lists; their items need no names.
-            if all(type(inner) is float and MIN_NUMBER <= inner <= MAX_NUMBER for inner in value):
+            # Most of a file is such lists; their items need no names. The sum is nan where one is.
+            numbers = set(map(type, value)) == {float}
+            if numbers and min(value) >= MIN_NUMBER and sum(value) <= MAX_NUMBER:
                 return None
             parts = [(inner, f"{where}[{index}]", name) for index, inner in enumerate(value)]
         case _:

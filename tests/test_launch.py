@@ -289,6 +289,19 @@ def test_ranks_end_within_seconds_when_their_agent_is_killed(tmp_path: Path) -> 
     assert alive == []
 
 
+@pytest.mark.dist
+def test_what_ranks_are_forked_from_may_die_like_a_rank(group: RankGroup) -> None:
+    group.run("ping")
+    ranks = ranks_alive()
+    [server] = [process for process in processes_below() if process not in ranks]
+    server.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []
+    with pytest.raises(RankFailure, match=r"rank \d was killed by SIGKILL while waiting"):
+        group.run("ping")
+    assert [answer["rank"] for answer in group.run("ping")] == [0, 1]
+
+
 def test_a_port_in_use_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
