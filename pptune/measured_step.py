@@ -46,6 +46,8 @@ class Visit:
     steps: tuple[MeasuredStep, ...] = ()
     """The steps, with records where they were asked for."""
     peak_memory_bytes: tuple[int, ...] | None = None
+    products_s: tuple[float, ...] = ()
+    """Of all ranks, where reference products were asked for between the steps."""
 
 
 def join_ranks(answers: list[dict[str, Any]], nodes: list[str]) -> MeasuredStep:

@@ -82,9 +82,12 @@ def runner(
     return run
 
 
-def runner_on(group: RankGroup, model: ModelSpec, *, dtype: str, timeout_s: float) -> RunPlan:
-    """Runs each plan for real on one group that has been started."""
-    return PlanVisitor(group, model, dtype=dtype, timeout_s=timeout_s)
+def runner_on(
+    group: RankGroup, model: ModelSpec, *, dtype: str, timeout_s: float, products: int = 0
+) -> RunPlan:
+    """Runs each plan for real on one group that has been started, with so many reference products
+    after each step."""
+    return PlanVisitor(group, model, dtype=dtype, timeout_s=timeout_s, products=products)
 
 
 def replayed_times(profile: Profile) -> GetStageTimes:

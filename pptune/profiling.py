@@ -38,12 +38,12 @@ DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
 }
 """Micro-batch sizes where none are asked for; those that don't fit are noted and left out."""
 
-_LAYER_SHARE, _LINK_SHARE = 0.45, 0.2
+_LAYER_SHARE, _LINK_SHARE = 0.35, 0.15
 """Shares of the budget; the rest goes to the calibration runs."""
 
-_SPOT_SAMPLES, _VISIT_SAMPLES = 40, 8
-"""Reference products per rank: to see whether the machine has changed, and before each run of a
-plan."""
+_SPOT_SAMPLES, _STEP_SAMPLES = 40, 2
+"""Reference products per rank: to see whether the machine has changed, and after each step of a
+calibrating run."""
 
 _CHANGED_RATIO = 0.1
 """A reference product that differs by more than this means that the machine has changed."""
@@ -228,12 +228,13 @@ class Profiler:
                 "ranks; use fewer ranks"
             )
         visit = runner_on(self.group, profile.model, dtype=profile.dtype,
-                          timeout_s=self.request.timeout_s)  # fmt: skip
+                          timeout_s=self.request.timeout_s, products=_STEP_SAMPLES)  # fmt: skip
         references_s: list[float] = []
 
         def run(plan: Plan, *, steps: int, memory: bool) -> Visit:
-            references_s.extend(self._reference_samples_s(_VISIT_SAMPLES))
-            return visit(plan, steps=steps, memory=memory)
+            done = visit(plan, steps=steps, memory=memory)
+            references_s.extend(done.products_s)
+            return done
 
         runs = run_calibration(
             plans,

@@ -1,8 +1,10 @@
 """Calibration gives back the overheads of a machine that was made up, from steps it plays."""
 
 import itertools
+import math
 
 import msgspec
+import numpy as np
 import pytest
 
 from pptune.calibration import (
@@ -13,6 +15,7 @@ from pptune.calibration import (
     run_calibration,
 )
 from pptune.calibration.layer_times import in_pipeline
+from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel, Setting
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
@@ -162,3 +165,44 @@ def test_recalibration_moves_overheads_towards_validated_steps() -> None:
         assert model.evaluate(plan).step_time_s == pytest.approx(expected, rel=0.02), plan.label
     assert any("corrected by" in text for text in better.warnings)
     assert {plan.label for plan in plans[::2]} <= set(better.calibration_plans)
+
+
+class TestTowardsTrend:
+    SIZES = np.log2([1.0, 2.0, 4.0, 8.0])
+
+    def test_what_is_known_exactly_stays(self) -> None:
+        known = np.array([0.1, 0.3, -0.2, 0.05])
+        assert towards_trend(self.SIZES, known, np.full(4, 1e-9)) == pytest.approx(known, rel=1e-6)
+
+    def test_scatter_no_larger_than_its_noise_goes(self) -> None:
+        line = 0.08 - 0.03 * self.SIZES
+        noisy = line + np.array([0.01, -0.02, 0.02, -0.01])
+        found = towards_trend(self.SIZES, noisy, np.full(4, 0.02))
+        straight = np.polyval(np.polyfit(self.SIZES, noisy, 1), self.SIZES)
+        assert found == pytest.approx(straight)
+
+    def test_a_point_that_is_known_well_counts_for_more(self) -> None:
+        noisy = np.array([0.0, 0.0, 0.0, 0.4])
+        found = towards_trend(self.SIZES, noisy, np.array([0.01, 0.01, 0.01, 0.3]))
+        assert abs(found[3]) < 0.01
+
+    def test_it_comes_closer_to_the_truth_than_what_was_measured(self) -> None:
+        draw = np.random.default_rng(0)
+        before, after = [], []
+        for _ in range(300):
+            truth = 0.1 - 0.03 * self.SIZES + draw.normal(0, 0.01, 4)
+            noise = draw.uniform(0.01, 0.08, 4)
+            measured = truth + draw.normal(0, noise)
+            before.append(np.abs(measured - truth).mean())
+            after.append(np.abs(towards_trend(self.SIZES, measured, noise) - truth).mean())
+        assert np.mean(after) < 0.75 * np.mean(before)
+
+    def test_a_few_points_have_no_trend_to_tell(self) -> None:
+        known = np.array([0.1, 0.3])
+        assert towards_trend(self.SIZES[:2], known, np.full(2, 1.0)) is known
+
+    def test_what_was_seen_once_is_as_noisy_as_the_noisiest(self) -> None:
+        noisy = np.array([0.0, 0.02, 0.0, 0.02])
+        alike = towards_trend(self.SIZES, noisy, np.full(4, 0.05))
+        once = towards_trend(self.SIZES, noisy, np.array([0.05, math.inf, 0.05, 0.05]))
+        assert once == pytest.approx(alike)

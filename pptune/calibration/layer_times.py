@@ -1,15 +1,21 @@
 """Layer times as they are inside a running pipeline."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from pptune.calibration.correction import least, misfit
 from pptune.calibration.records import bare_s, centre
 from pptune.calibration.runs import SETTING, CalibrationRun
+from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel
 from pptune.executors import Executor
+from pptune.measured_step import MeasuredStep
+from pptune.plan import Plan
 from pptune.profiles import Layer, LayerPoint, Overhead, Profile, StepConstants
+from pptune.simulator import Costs
 
 _BURST_FACTORS = (0.8, 1.1)
 """Median steps are not further than this from the sums of mean times."""
@@ -20,20 +26,35 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
 
     Caches, message threads and clocks differ between layers timed by themselves and the same layers
     in the pipeline. One factor per micro-batch size and direction, the summed time of all stages'
-    actions over the summed layer times, keeps the ratios between kinds of layer.
+    actions over the summed layer times, keeps the ratios between kinds of layer. It changes with
+    the size little and steadily, so that what scatters is mostly the machine's speed at the time.
     """
     bare = msgspec.structs.replace(
         profile, overheads={}, step_constants=None, interference_ratio=None
     )
     model = CostModel(bare, SETTING)
     totals: dict[tuple[int, str], tuple[float, float]] = {}
+    by_step: dict[tuple[int, str], list[float]] = {}
     for run in runs:
         costs = model.costs(run.plan)
-        for (stage, work), seconds in _action_times(run).items():
+        for (stage, work), seconds in _action_times(run.steps).items():
             key = (run.plan.microbatch_size, "F" if work == "F" else "B")
             measured, layers = totals.get(key, (0.0, 0.0))
             totals[key] = (measured + centre(seconds), layers + bare_s(costs, stage, work))
-    ratios = {key: measured / layers for key, (measured, layers) in totals.items() if layers > 0}
+        for step in run.steps:
+            for key, ratio in _step_ratios(run.plan, step, costs).items():
+                by_step.setdefault(key, []).append(ratio)
+    ratios: dict[tuple[int, str], float] = {}
+    for direction in ("F", "B"):
+        sizes = sorted(
+            size for (size, work), (_, layers) in totals.items() if work == direction and layers > 0
+        )
+        found = [math.log(np.divide(*totals[size, direction])) for size in sizes]
+        spread = [_standard_error(by_step[size, direction]) for size in sizes]
+        settled = towards_trend(np.log2(sizes), np.array(found), np.array(spread))
+        ratios |= {
+            (size, direction): math.exp(value) for size, value in zip(sizes, settled, strict=True)
+        }
     return msgspec.structs.replace(
         profile,
         layers=tuple(_scaled(layer, ratios) for layer in profile.layers),
@@ -72,16 +93,34 @@ def _sizes(profile: Profile) -> set[int]:
     return {point.microbatch_size for layer in profile.layers for point in layer.points}
 
 
-def _action_times(run: CalibrationRun) -> dict[tuple[int, str], list[float]]:
-    """Durations of a run's actions by stage and work."""
+def _action_times(steps: Iterable[MeasuredStep]) -> dict[tuple[int, str], list[float]]:
+    """Durations of actions by stage and work."""
     times: dict[tuple[int, str], list[float]] = {}
-    for step in run.steps:
+    for step in steps:
         for row in step.actions:
             for action in row:
                 times.setdefault((action.stage, action.work), []).append(
                     action.end_s - action.start_s
                 )
     return times
+
+
+def _step_ratios(plan: Plan, step: MeasuredStep, costs: Costs) -> dict[tuple[int, str], float]:
+    """By micro-batch size and direction, what all of a step's actions took over their layers."""
+    sums: dict[tuple[int, str], tuple[float, float]] = {}
+    for (stage, work), seconds in _action_times([step]).items():
+        key = (plan.microbatch_size, "F" if work == "F" else "B")
+        measured, layers = sums.get(key, (0.0, 0.0))
+        bare = len(seconds) * bare_s(costs, stage, work)
+        sums[key] = (measured + sum(seconds), layers + bare)
+    return {key: measured / layers for key, (measured, layers) in sums.items() if layers > 0}
+
+
+def _standard_error(ratios: Sequence[float]) -> float:
+    """Of the mean of the ratios' logarithms; infinite for one alone."""
+    if len(ratios) < 2:
+        return math.inf
+    return float(np.std(np.log(ratios), ddof=1)) / math.sqrt(len(ratios))
 
 
 def _scaled(layer: Layer, ratios: Mapping[tuple[int, str], float]) -> Layer:

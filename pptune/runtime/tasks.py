@@ -58,11 +58,13 @@ def visit_plan(
     record: bool,
     memory: bool,
     forget_others: bool,
+    products: int,
 ) -> dict[str, Any]:
     """Run a plan's untimed and timed steps; the runner stays for the next visit.
 
-    Returns `steps` (see PlanRunner.timed_step), `peak_memory_bytes` or null, and
-    `free_memory_ratio`, from which the leader decides for all ranks alike when to forget runners.
+    Returns `steps` (see PlanRunner.timed_step), `products_s` of that many reference products after
+    each, `peak_memory_bytes` or null, and `free_memory_ratio`, from which the leader decides for
+    all ranks alike when to forget runners.
     """
     from pptune.runtime.pipeline import PlanRunner
 
@@ -86,17 +88,22 @@ def visit_plan(
             boundary_bytes=boundary_bytes,
         )  # fmt: skip
     runner = runners[key]
+    product = ReferenceProduct(context.device)
     gc.collect()
     # A collection in the middle of a step would be charged to whichever action it interrupts.
     gc.disable()
     try:
         for _ in range(warmup_steps):
             runner.step()
-        timed = [runner.timed_step(record=record) for _ in range(steps)]
+        timed, products_s = [], []
+        for _ in range(steps):
+            timed.append(runner.timed_step(record=record))
+            products_s += [product.sample() for _ in range(products)]
     finally:
         gc.enable()
     return {
         "steps": timed,
+        "products_s": products_s,
         "node": context.node,
         "peak_memory_bytes": runner.peak_memory_bytes() if memory else None,
         "free_memory_ratio": free_memory_ratio(context),
