@@ -14,13 +14,14 @@ from pptune.calibration import (
     recalibrate,
     run_calibration,
 )
+from pptune.calibration.correction import surely_corrected
 from pptune.calibration.layer_times import in_pipeline
 from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel, Setting
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
 from pptune.plan import Plan, make_plan
-from pptune.profiles import Overhead, Profile, StepConstants
+from pptune.profiles import LayerPoint, Overhead, Profile, StepConstants
 from pptune.schedules.action import Work
 from pptune.targets import illegal, parse_target
 from tests.synthetic import synthetic_profile, uniform_link
@@ -167,6 +168,59 @@ def test_recalibration_moves_overheads_towards_validated_steps() -> None:
     assert {plan.label for plan in plans[::2]} <= set(better.calibration_plans)
 
 
+def test_a_correction_is_no_larger_than_what_plans_agree_on() -> None:
+    """Each plan ran at the machine's speed of its own moment."""
+    truth = CostModel(machine(), SETTING)
+    steps_s = {plan: truth.evaluate(plan).step_time_s for plan in other_plans()[::2]}
+    known, executor = bare(machine()), Executor.TORCH_RUNTIME
+
+    def correction_s(measured: dict[Plan, float], recorded: Overhead) -> float:
+        own = {plan: each for plan, each in measured.items() if truth.executor(plan) is executor}
+        return (
+            surely_corrected(known, CONSTANTS, executor, recorded, own, 5e-3).forward_s
+            - recorded.forward_s
+        )
+
+    uneven = {
+        plan: seconds * factor
+        for (plan, seconds), factor in zip(
+            steps_s.items(), itertools.cycle((0.95, 1.05)), strict=False
+        )
+    }
+    assert abs(correction_s(uneven, PER_ACTION)) < 1e-9
+    missing = Overhead(forward_s=0.0, backward_s=0.2e-3)  # 0.3 ms less of each
+    assert correction_s(steps_s, missing) == pytest.approx(0.3e-3, rel=0.1)
+
+
+def test_what_a_call_takes_is_charged_to_actions_and_not_to_layers() -> None:
+    known = bare(machine())
+    call_s = {"call_forward": (0.2e-3,), "call_backward": (0.4e-3,)}
+
+    def with_calls(point: LayerPoint) -> LayerPoint:
+        return msgspec.structs.replace(point, samples_s={**point.samples_s, **call_s})
+
+    known = msgspec.structs.replace(
+        known,
+        layers=tuple(
+            msgspec.structs.replace(layer, points=tuple(map(with_calls, layer.points)))
+            for layer in known.layers
+        ),
+    )
+    charged = Overhead(
+        forward_s=PER_ACTION.forward_s + 0.2e-3, backward_s=PER_ACTION.backward_s + 0.4e-3
+    )
+    truth = msgspec.structs.replace(machine(), overheads=dict.fromkeys(TRUTH, charged))
+    found = calibrated(truth, known)
+    for overhead in found.overheads.values():
+        assert overhead.forward_s == pytest.approx(charged.forward_s, rel=0.02)
+        assert overhead.backward_s == pytest.approx(charged.backward_s, rel=0.02)
+    block, wanted = found.layer("block"), truth.layer("block")
+    assert block is not None
+    assert wanted is not None
+    for got, expected in zip(block.points, wanted.points, strict=True):
+        assert got.forward_s == pytest.approx(expected.forward_s, rel=0.01)
+
+
 class TestTowardsTrend:
     SIZES = np.log2([1.0, 2.0, 4.0, 8.0])
 
@@ -176,7 +230,7 @@ class TestTowardsTrend:
 
     def test_scatter_no_larger_than_its_noise_goes(self) -> None:
         line = 0.08 - 0.03 * self.SIZES
-        noisy = line + np.array([0.01, -0.02, 0.02, -0.01])
+        noisy = line + np.array([0.01, -0.01, 0.01, -0.01])
         found = towards_trend(self.SIZES, noisy, np.full(4, 0.02))
         straight = np.polyval(np.polyfit(self.SIZES, noisy, 1), self.SIZES)
         assert found == pytest.approx(straight)

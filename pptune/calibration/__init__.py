@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pptune.calibration.correction import MAX_EXTRA_S, corrected, corrected_hop
+from pptune.calibration.correction import (
+    MAX_EXTRA_S,
+    corrected,
+    corrected_hop,
+    surely_corrected,
+)
 from pptune.calibration.layer_times import in_pipeline, without_bursts
 from pptune.calibration.records import overhead_from_records, step_constants
 from pptune.calibration.runs import SETTING, CalibrationRun, calibration_plans, run_calibration
@@ -55,7 +60,7 @@ def apply_calibration(
         steps_s = {run.plan: run.step_s for run in own}
         # A correction as large as what was recorded is noise, not overhead.
         limit_s = _LEAST_LIMIT_S + max(first.forward_s, first.backward_s)
-        overheads[executor] = corrected(bare, constants, executor, first, steps_s, limit_s)
+        overheads[executor] = surely_corrected(bare, constants, executor, first, steps_s, limit_s)
     labels = {*profile.calibration_plans, *(run.plan.label for run in runs)}
     return msgspec.structs.replace(
         profile,

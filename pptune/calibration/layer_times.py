@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from pptune.calibration.correction import least, misfit
-from pptune.calibration.records import bare_s, centre
+from pptune.calibration.records import bare_s, call_s, centre
 from pptune.calibration.runs import SETTING, CalibrationRun
 from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel
@@ -26,8 +26,8 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
 
     Caches, message threads and clocks differ between layers timed by themselves and the same layers
     in the pipeline. One factor per micro-batch size and direction, the summed time of all stages'
-    actions over the summed layer times, keeps the ratios between kinds of layer. It changes with
-    the size little and steadily, so that what scatters is mostly the machine's speed at the time.
+    actions over that of their calls and layers, keeps the ratios between kinds of layer. It changes
+    with the size little and steadily: what scatters is mostly the machine's speed at the time.
     """
     bare = msgspec.structs.replace(
         profile, overheads={}, step_constants=None, interference_ratio=None
@@ -35,14 +35,16 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
     model = CostModel(bare, SETTING)
     totals: dict[tuple[int, str], tuple[float, float]] = {}
     by_step: dict[tuple[int, str], list[float]] = {}
+    calls_s = {direction: call_s(profile, direction) for direction in ("F", "B")}
     for run in runs:
         costs = model.costs(run.plan)
         for (stage, work), seconds in _action_times(run.steps).items():
             key = (run.plan.microbatch_size, "F" if work == "F" else "B")
             measured, layers = totals.get(key, (0.0, 0.0))
-            totals[key] = (measured + centre(seconds), layers + bare_s(costs, stage, work))
+            alone_s = bare_s(costs, stage, work) + calls_s[key[1]]
+            totals[key] = (measured + centre(seconds), layers + alone_s)
         for step in run.steps:
-            for key, ratio in _step_ratios(run.plan, step, costs).items():
+            for key, ratio in _step_ratios(run.plan, step, costs, calls_s).items():
                 by_step.setdefault(key, []).append(ratio)
     ratios: dict[tuple[int, str], float] = {}
     for direction in ("F", "B"):
@@ -105,14 +107,17 @@ def _action_times(steps: Iterable[MeasuredStep]) -> dict[tuple[int, str], list[f
     return times
 
 
-def _step_ratios(plan: Plan, step: MeasuredStep, costs: Costs) -> dict[tuple[int, str], float]:
-    """By micro-batch size and direction, what all of a step's actions took over their layers."""
+def _step_ratios(
+    plan: Plan, step: MeasuredStep, costs: Costs, calls_s: Mapping[str, float]
+) -> dict[tuple[int, str], float]:
+    """By micro-batch size and direction, what all of a step's actions took over their calls and
+    layers."""
     sums: dict[tuple[int, str], tuple[float, float]] = {}
     for (stage, work), seconds in _action_times([step]).items():
         key = (plan.microbatch_size, "F" if work == "F" else "B")
         measured, layers = sums.get(key, (0.0, 0.0))
-        bare = len(seconds) * bare_s(costs, stage, work)
-        sums[key] = (measured + sum(seconds), layers + bare)
+        alone_s = len(seconds) * (bare_s(costs, stage, work) + calls_s[key[1]])
+        sums[key] = (measured + sum(seconds), layers + alone_s)
     return {key: measured / layers for key, (measured, layers) in sums.items() if layers > 0}
 
 

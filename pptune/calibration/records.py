@@ -21,8 +21,9 @@ def overhead_from_records(
 ) -> Overhead:
     """What lies between a rank's actions and, where `inside`, what they take beyond the layers.
 
-    Where layer times are those of the runs themselves, the rest of an action's own time is chance:
-    one executor's plans ran while the machine was slower than during another's.
+    Where layer times are those of the runs themselves, what the call of a stage takes was measured
+    by itself, and the rest of an action's own time is chance: one executor's plans ran while the
+    machine was slower than during another's.
     """
     extras: dict[str, list[float]] = {"F": [], "B": []}
     hops: list[float] = []
@@ -36,8 +37,8 @@ def overhead_from_records(
                 edges.append(_edges_s(step, rank))
             hops += _hops_s(run.plan, step, costs)
     return Overhead(
-        forward_s=max(0.0, centre(extras["F"])),
-        backward_s=max(0.0, centre(extras["B"])),
+        forward_s=max(0.0, centre(extras["F"]) + call_s(model.profile, "F", inside=inside)),
+        backward_s=max(0.0, centre(extras["B"]) + call_s(model.profile, "B", inside=inside)),
         step_s=max(0.0, centre(edges)),
         hop_s=max(0.0, centre(hops)),
     )
@@ -77,6 +78,16 @@ def _extras(
         if inside:
             extra_s += action.end_s - action.start_s - bare_s(costs, action.stage, action.work)
         yield "F" if action.work == "F" else "B", extra_s
+
+
+def call_s(profile: Profile, work: str, *, inside: bool = False) -> float:
+    """What calling a stage takes, whatever its layers: layer times are without it. 0 where it was
+    not measured, or is seen `inside` the actions."""
+    block = profile.layer("block")
+    if block is None or inside:
+        return 0.0
+    name = "call_forward" if work == "F" else "call_backward"
+    return centre([value for point in block.points for value in point.samples_s.get(name, ())])
 
 
 def bare_s(costs: Costs, stage: int, work: str) -> float:
