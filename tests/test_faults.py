@@ -178,7 +178,7 @@ def patience() -> str:
     """A `--timeout` that no part of a command needs on this machine, as busy as it is."""
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", "import pptune.runtime.tasks"], cwd=ROOT, check=True)
-    return f"{max(20.0, 8 * (time.monotonic() - started)):.0f}s"
+    return f"{max(30.0, 5 * (time.monotonic() - started)):.0f}s"
 
 
 REAL = ("validate", "plans.json", "--model", ENTRY)

@@ -88,7 +88,7 @@ def visit_plan(
             boundary_bytes=boundary_bytes,
         )  # fmt: skip
     runner = runners[key]
-    product = ReferenceProduct(context.device)
+    product = ReferenceProduct(context.device) if products else None
     gc.collect()
     # A collection in the middle of a step would be charged to whichever action it interrupts.
     gc.disable()
@@ -98,7 +98,8 @@ def visit_plan(
         timed, products_s = [], []
         for _ in range(steps):
             timed.append(runner.timed_step(record=record))
-            products_s += [product.sample() for _ in range(products)]
+            if product is not None:
+                products_s += [product.sample() for _ in range(products)]
     finally:
         gc.enable()
     return {
