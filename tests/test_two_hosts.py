@@ -66,7 +66,7 @@ def test_the_link_decides_how_many_chunks_win(tmp_path: Path, rate: str | None) 
             cwd=tmp_path, check=True, capture_output=True,
         )  # fmt: skip
         hosts.torchrun(
-            "validate", "plans.json", "--exhaustive", "--repeats", "2", "-o", "validation.json",
+            "validate", "plans.json", "--exhaustive", "--repeats", "5", "-o", "validation.json",
             folder=tmp_path, timeout_s=280,
         )  # fmt: skip
     runs = load_validation(tmp_path / "validation.json").runs
