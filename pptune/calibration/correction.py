@@ -14,7 +14,8 @@ from pptune.measurement import t_quantile
 from pptune.plan import Plan
 from pptune.profiles import Overhead, Profile, StepConstants
 
-_SMALL_S = 1e-5
+_PROBE_S = 1e-5
+"""Added to every action to see how much longer a step gets."""
 
 MAX_EXTRA_S = 10e-3
 """No runtime needs more than this per action; the search for the last correction ends there."""
@@ -62,7 +63,7 @@ def surely_corrected(
         return overhead
     measured_s = np.array(list(steps_s.values()))
     as_recorded_s = predicted_s(0.0)
-    per_extra = (predicted_s(_SMALL_S) - as_recorded_s) / _SMALL_S
+    per_extra = (predicted_s(_PROBE_S) - as_recorded_s) / _PROBE_S
     wanted_s = (measured_s - as_recorded_s) / per_extra
     # Steps are known to a share of themselves, and show the more the more actions they have.
     weight = (per_extra / measured_s) ** 2

@@ -36,9 +36,10 @@ def overhead_from_records(
                     extras[work].append(extra)
                 edges.append(_edges_s(step, rank))
             hops += _hops_s(run.plan, step, costs)
+    calls_s = {work: 0.0 if inside else call_s(model.profile, work) for work in extras}
     return Overhead(
-        forward_s=max(0.0, centre(extras["F"]) + call_s(model.profile, "F", inside=inside)),
-        backward_s=max(0.0, centre(extras["B"]) + call_s(model.profile, "B", inside=inside)),
+        forward_s=max(0.0, centre(extras["F"]) + calls_s["F"]),
+        backward_s=max(0.0, centre(extras["B"]) + calls_s["B"]),
         step_s=max(0.0, centre(edges)),
         hop_s=max(0.0, centre(hops)),
     )
@@ -80,11 +81,11 @@ def _extras(
         yield "F" if action.work == "F" else "B", extra_s
 
 
-def call_s(profile: Profile, work: str, *, inside: bool = False) -> float:
-    """What calling a stage takes, whatever its layers: layer times are without it. 0 where it was
-    not measured, or is seen `inside` the actions."""
+def call_s(profile: Profile, work: str) -> float:
+    """Seconds that calling a stage takes forward (F) or backward (B), whatever its layers: layer
+    times are without it. 0 where it was not measured."""
     block = profile.layer("block")
-    if block is None or inside:
+    if block is None:
         return 0.0
     name = "call_forward" if work == "F" else "call_backward"
     return centre([value for point in block.points for value in point.samples_s.get(name, ())])

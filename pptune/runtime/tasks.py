@@ -89,6 +89,8 @@ def visit_plan(
         )  # fmt: skip
     runner = runners[key]
     product = ReferenceProduct(context.device) if products else None
+    if product is not None:
+        product.sample()  # Its memory is new to the first.
     gc.collect()
     # A collection in the middle of a step would be charged to whichever action it interrupts.
     gc.disable()
