@@ -10,7 +10,7 @@ from pptune.profiles import Source
 _SUM_TOLERANCE = 1e-6
 
 
-class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The slowest rank's step, split; the parts sum to the step time."""
 
     compute: float
@@ -22,7 +22,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     step_constant: float
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A plan's predicted step on a profile."""
 
     step_time_s: float

@@ -30,7 +30,7 @@ MAX_ACTIONS = 2**24
 """Bound on P x V x M: a step of more actions could be neither drawn nor run in reasonable time."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One configuration. Build it with `make_plan`, which checks it and fills what follows."""
 
     schedule: Schedule

@@ -1,11 +1,11 @@
 """The simulator: published numbers, hand-worked steps, and a plain simulator beside it."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict, replace
 
 from pptune.errors import PlanError, UsageError
 from pptune.executors import WAITS, Executor
@@ -196,6 +196,12 @@ def draw_size(
     return int(rng.integers(1, ranks + 1)), num_chunks, microbatches, group
 
 
+RESULTS = (
+    "step_time_s", "longest_rank_span_s", "busy_s", "bubble_s", "exposed_transfer_s", "overhead_s",
+    "warmup_s", "steady_s", "cooldown_s",
+)  # fmt: skip
+
+
 def compare(order: Order, costs: Costs, executor: Executor) -> Simulation | None:
     """The fast and the plain simulator agree on everything; None where both find a deadlock."""
     try:
@@ -225,6 +231,10 @@ def compare(order: Order, costs: Costs, executor: Executor) -> Simulation | None
         forward = max(task.end for task in plain.lists[rank] if task.direction == "F")
         assert fast.warmup_s[rank] == pytest.approx(min(backward, forward), **close)
         assert fast.cooldown_s[rank] == pytest.approx(plain.step - forward, **close)
+    # The first time ranks are visited, then their actions are done in a sequence.
+    again = simulate(order, costs, executor)
+    for name in RESULTS:
+        assert np.array_equal(getattr(again, name), getattr(fast, name)), name
     return fast
 
 
@@ -359,11 +369,12 @@ def test_what_is_counted_equals_what_is_played(schedule: str, executor: Executor
         return
     part = simulate(order, costs, executor)
     assert not whole.extrapolated
-    for name in ("step_time_s", "longest_rank_span_s", "busy_s", "bubble_s", "exposed_transfer_s",
-                 "overhead_s", "warmup_s", "steady_s", "cooldown_s"):  # fmt: skip
+    again = simulate(order, costs, executor)
+    for name in RESULTS:
         expected = np.atleast_1d(getattr(whole, name))
         close = {"rel": 0, "abs": 1e-9 * whole.step_time_s}
         assert np.atleast_1d(getattr(part, name)) == pytest.approx(expected, **close), name
+        assert np.array_equal(getattr(again, name), getattr(part, name)), name
 
 
 def test_a_step_of_a_million_microbatches_is_counted() -> None:
@@ -386,6 +397,15 @@ def test_a_bottleneck_that_builds_up_slowly_is_not_mistaken_for_a_steady_state()
     )  # fmt: skip
     plain = reference_simulator.simulate(order, costs, Executor.IDEAL)
     assert simulate(order, costs).step_time_s == pytest.approx(plain.step, rel=1e-12)
+
+
+@pytest.mark.parametrize("executor", ALL)
+def test_costs_of_an_earlier_play_leave_no_trace(executor: Executor) -> None:
+    rng = np.random.default_rng(13)
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        order = contract.make(schedule, (4, chunks, 40, None))
+        for _ in range(3):
+            compare(order, costs_of(rng, order.num_stages, uniform=False), executor)
 
 
 class TestProperties:
@@ -417,7 +437,7 @@ class TestProperties:
         costs = costs_of(rng, order.num_stages, uniform=False)
 
         def scaled(hops: Hops) -> Hops:
-            return Hops(**{name: 8 * part for name, part in vars(hops).items()})
+            return Hops(**{name: 8 * part for name, part in asdict(hops).items()})
 
         twice = Costs(
             forward_s=8 * costs.forward_s,

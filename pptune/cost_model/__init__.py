@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +40,10 @@ BORDERLINE_RATIO = 0.05
 """A peak within this share of the limit is called borderline: such runs fail now and then."""
 
 MAX_KEPT_ACTIONS = 2**21
-"""Orders are kept while they have no more actions together; one takes 20 to 30 bytes."""
+"""Orders are kept while they have no more actions together; one takes 20 to 50 bytes."""
+
+MAX_KEPT_INPUTS = 2**10
+"""No more inputs are kept at once: plans that all differ in their layers share none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,7 @@ class Setting:
     """Given on the command line; each replaces the measured links of its scope."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A plan's step before it is put in words."""
 
     step_time_s: float
@@ -254,6 +257,8 @@ class CostModel:
                 times=self.layer_costs(plan.microbatch_size, plan.recompute),
                 links=self._links,
             )
+        if len(self._inputs) >= MAX_KEPT_INPUTS:
+            self._inputs.clear()
         found = self._inputs[own] = compose(
             plan, self.profile, around, links=self._links, zero_stage=self.setting.zero_stage
         )
@@ -276,7 +281,7 @@ class CostModel:
         step_time_s = evaluation.step_time_s
         costs = inputs.costs
         assert costs.backward_s is not None
-        work_s = plan.num_microbatches * per_rank(plan, costs.forward_s + costs.backward_s)
+        work_s = per_rank(plan, costs.forward_s + costs.backward_s)
         return Estimate(
             step_time_s=step_time_s,
             longest_rank_span_s=simulation.longest_rank_span_s,
@@ -284,7 +289,7 @@ class CostModel:
             / (plan.num_ranks * simulation.step_time_s)
             if simulation.step_time_s > 0
             else 0.0,
-            ideal_time_s=max(work_s.tolist()),
+            ideal_time_s=plan.num_microbatches * max(work_s.tolist()),
             breakdown_s=breakdown(simulation, inputs.constant_s, step_time_s),
             peak_memory_bytes=None
             if peaks is None

@@ -3,9 +3,9 @@
 Nothing is played here. Plans that differ only in schedule, M and N share the result.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +15,11 @@ from pptune.cost_model.memory import (
     ActivationMemory,
     StaticMemory,
     activation_memory,
-    rank_parameter_bytes,
+    layer_parameter_bytes,
+    per_rank,
     static_memory,
 )
+from pptune.cost_model.stage_sums import stage_sums
 from pptune.cost_model.stage_times import ModelTimes, StageTimes, layer_seconds, stage_times
 from pptune.cost_model.step_constants import constant_costs
 from pptune.errors import MissingNumber
@@ -31,8 +33,7 @@ Floats = NDArray[np.float64]
 _TORCH = (Executor.TORCH_RUNTIME, Executor.TORCH_RUNTIME_SERIAL, Executor.TORCH_1F1B)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What plans that differ only in schedule, M and N share."""
 
     plan: Plan
@@ -53,13 +54,13 @@ class Inputs:
         return step_bound(self.plan, self.costs, self.longest_constant_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What plans share whatever their layers, schedule, M and N."""
 
     executor: Executor
-    layer_s: Floats
-    """See `layer_seconds`."""
+    per_layer: Floats
+    """What `layer_seconds` gave and, where known, a row of parameter bytes."""
+    knows_parameters: bool
     overhead: Overhead | None
     overhead_s: Floats
     """Seconds per action by Work: forward, backward, input part, weight part."""
@@ -92,12 +93,16 @@ def surroundings(
         num_bytes=message,
         wake_s=0.0 if overhead is None else overhead.hop_s,
     )
+    per_layer, parameter_bytes = layer_seconds(times), layer_parameter_bytes(profile)
+    if parameter_bytes is not None:
+        per_layer = np.concatenate([per_layer, parameter_bytes])
     slowdown = profile.interference_ratio
     if slowdown is None and plan.num_ranks > 1:
         assumptions.append("how far messages slow compute down was not measured: counted as 0")
     return Surroundings(
         executor=executor,
-        layer_s=layer_seconds(times),
+        per_layer=per_layer,
+        knows_parameters=parameter_bytes is not None,
         overhead=overhead,
         overhead_s=_overhead_by_work(overhead),
         forward_hops=forward_hops,
@@ -114,9 +119,11 @@ def compose(
 ) -> Inputs:
     """The numbers that a plan's step is made of. Raises MissingNumber where the profile lacks split
     times or a link."""
-    stages = stage_times(
-        around.layer_s, plan.layers_per_stage, first_stage_splits=around.executor not in _TORCH
-    )
+    sums = stage_sums(around.per_layer, plan.layers_per_stage)
+    parameter_bytes = None
+    if around.knows_parameters:
+        sums, parameter_bytes = sums[:-1], per_rank(plan, sums[-1])
+    stages = stage_times(sums, first_stage_splits=around.executor not in _TORCH)
     if plan.splits_backward and stages.backward_input_s is None:
         raise MissingNumber(
             f"{plan.schedule} plays input and weight gradients apart, and the profile has no "
@@ -125,7 +132,6 @@ def compose(
         )
     if around.slowdown:
         stages = slowed(stages, around.forward_hops, around.backward_hops, around.slowdown)
-    parameter_bytes = rank_parameter_bytes(plan, profile)
     constants = constant_costs(plan, profile, around.overhead, parameter_bytes)
     constant_s, assumptions = constants.seconds, (*around.assumptions, *constants.assumptions)
     if profile.model.tie_word_embeddings and plan.num_ranks > 1:

@@ -7,10 +7,12 @@ buffers and sent tensors of every micro-batch until the step ends, Megatron-LM f
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pptune.cost_model.stage_times import ModelTimes, layer_counts
+from pptune.cost_model.stage_sums import stage_sums
+from pptune.cost_model.stage_times import ModelTimes
 from pptune.executors import Executor
 from pptune.plan import Plan
 from pptune.profiles import MemoryModel, Profile
@@ -48,18 +50,22 @@ class MemoryParts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticMemory:
-    """What the layout alone decides; float64[num_ranks]."""
+class StaticMemory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the layout alone decides."""
 
     weights: Floats
-    gradients: Floats
-    optimizer: Floats
-    fixed: Floats
+    """Bytes on each rank, float64[num_ranks]."""
+    gradient_ratio: float
+    """Bytes per byte of weights."""
+    optimizer_ratio: float
+    """The same."""
+    fixed: float
+    """Bytes on every rank."""
 
     @property
     def total(self) -> Floats:
-        return self.weights + self.gradients + self.optimizer + self.fixed
+        """float64[num_ranks]."""
+        return self.weights * (1 + self.gradient_ratio + self.optimizer_ratio) + self.fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +103,12 @@ def peak_memory(
     logits[last_rank] += activation.logits
     return MemoryParts(
         weights=static.weights,
-        gradients=static.gradients,
-        optimizer=static.optimizer,
+        gradients=static.weights * static.gradient_ratio,
+        optimizer=static.weights * static.optimizer_ratio,
         activations=activations,
         logits=logits,
         boundary=np.full(plan.num_ranks, kept_messages(plan, executor) * activation.message),
-        fixed=static.fixed,
+        fixed=np.full(plan.num_ranks, static.fixed),
     )
 
 
@@ -194,25 +200,25 @@ def static_memory(
     shards = plan.data_parallel if zero_stage >= 1 else 1
     return StaticMemory(
         weights=weights,
-        gradients=weights * model.gradient_bytes_per_parameter_byte,
-        optimizer=weights * (model.optimizer_bytes_per_parameter_byte / shards),
-        fixed=np.full(plan.num_ranks, float(model.fixed_bytes)),
+        gradient_ratio=model.gradient_bytes_per_parameter_byte,
+        optimizer_ratio=model.optimizer_bytes_per_parameter_byte / shards,
+        fixed=float(model.fixed_bytes),
     )
+
+
+def layer_parameter_bytes(profile: Profile) -> Floats | None:
+    """Bytes of parameters of embedding, block and head, float64[1, 3], or None where unknown."""
+    layers = [profile.layer(kind) for kind in ("embedding", "block", "head")]
+    sizes = [None if layer is None else layer.parameter_bytes for layer in layers]
+    return None if None in sizes else np.array([sizes], dtype=np.float64)
 
 
 def rank_parameter_bytes(plan: Plan, profile: Profile) -> Floats | None:
     """Bytes of parameters on each rank, float64[num_ranks], or None where a layer's are unknown."""
-    sizes = []
-    for kind in ("embedding", "block", "head"):
-        layer = profile.layer(kind)
-        if layer is None or layer.parameter_bytes is None:
-            return None
-        sizes.append(layer.parameter_bytes)
-    embedding, block, head = sizes
-    stages = layer_counts(plan.layers_per_stage) * block
-    stages[0] += embedding
-    stages[-1] += head
-    return per_rank(plan, stages)
+    per_layer = layer_parameter_bytes(profile)
+    if per_layer is None:
+        return None
+    return per_rank(plan, stage_sums(per_layer, plan.layers_per_stage)[0])
 
 
 def per_rank(plan: Plan, per_stage: Floats) -> Floats:
@@ -262,10 +268,9 @@ def kept_messages(plan: Plan, executor: Executor) -> int:
 
 def per_stage_bytes(plan: Plan, activation: ActivationMemory) -> Floats:
     """What autograd and kept outputs hold of one micro-batch on each stage, float64[num_stages]."""
-    stages = layer_counts(plan.layers_per_stage) * activation.block
-    stages[0] += activation.embedding
-    stages[-1] += activation.head + activation.logits
-    return stages
+    per_layer = (activation.embedding, activation.block, activation.head + activation.logits)
+    per_stage = stage_sums(np.array([per_layer], dtype=np.float64), plan.layers_per_stage)
+    return per_stage.reshape(-1)
 
 
 def _held_bytes(plan: Plan, order: Order, activation: ActivationMemory) -> Floats:

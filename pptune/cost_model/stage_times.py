@@ -4,8 +4,8 @@ The embedding is on the first stage, the head (norm, logits and loss) on the las
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,8 +32,7 @@ class ModelTimes:
         return weakest([self.embedding.source, self.block.source, self.head.source])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
+class StageTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds per action, float64[num_stages]; the parts of a backward only where split."""
 
     forward_s: Floats
@@ -104,39 +103,29 @@ def layer_seconds(times: ModelTimes) -> Floats:
     return np.array([*rows, *parts] if split else rows, dtype=np.float64)
 
 
-@lru_cache(maxsize=64)
-def layer_counts(layers_per_stage: tuple[int, ...]) -> Floats:
-    """The blocks of each stage to calculate with, float64[num_stages]; not to be changed."""
-    counts = np.array(layers_per_stage, dtype=np.float64)
-    counts.flags.writeable = False
-    return counts
-
-
-def stage_times(
-    layer_s: Floats, layers_per_stage: tuple[int, ...], *, first_stage_splits: bool
-) -> StageTimes:
-    """Times of every stage from those that `layer_seconds` gave.
+def stage_times(seconds: Floats, *, first_stage_splits: bool) -> StageTimes:
+    """Times of every stage from the sums over its layers of what `layer_seconds` gave,
+    float64[2 or 4, num_stages], which may change.
 
     `first_stage_splits`: False where the runtime leaves the first stage's input gradient out and
     does the whole backward in the weight action (torch.distributed.pipelining, stage.py).
     """
-    seconds = layer_s[:, 1:2] * layer_counts(layers_per_stage)
-    seconds[:, 0] += layer_s[:, 0]
-    seconds[:, -1] += layer_s[:, 2]
     if len(seconds) == 2:
+        forward_s, backward_s = seconds
         return StageTimes(
-            forward_s=seconds[0],
-            backward_s=seconds[1],
+            forward_s=forward_s,
+            backward_s=backward_s,
             backward_input_s=None,
             backward_weight_s=None,
         )
     if not first_stage_splits:
         seconds[2, 0], seconds[3, 0] = 0.0, seconds[1, 0]
+    forward_s, backward_s, input_s, weight_s = seconds
     return StageTimes(
-        forward_s=seconds[0],
-        backward_s=seconds[1],
-        backward_input_s=seconds[2],
-        backward_weight_s=seconds[3],
+        forward_s=forward_s,
+        backward_s=backward_s,
+        backward_input_s=input_s,
+        backward_weight_s=weight_s,
     )
 
 

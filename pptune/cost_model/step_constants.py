@@ -1,9 +1,9 @@
 """Work once per step that no schedule changes: optimizer, gradient all-reduce, per-chunk costs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +13,7 @@ from pptune.profiles import AllreducePoint, Overhead, Profile, Source, weakest
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantCosts:
+class ConstantCosts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds per step of each rank, float64[num_ranks], and where they come from."""
 
     seconds: Floats

@@ -1,7 +1,6 @@
 """Where a plan's step goes: its parts, and what each imperfection costs by playing without it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from msgspec.structs import replace as replaced
@@ -103,7 +102,7 @@ def _with_stages(costs: Costs, change: Callable[[str, Floats], Floats]) -> Costs
     def changed(name: str, seconds: Floats | None) -> Floats | None:
         return None if seconds is None else change(name, seconds)
 
-    return replace(
+    return replaced(
         costs,
         forward_s=change("forward_s", costs.forward_s),
         backward_s=changed("backward_s", costs.backward_s),

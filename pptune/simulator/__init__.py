@@ -1,7 +1,6 @@
 """Plays an order of actions under given costs: when each action runs, and where the time goes."""
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +16,7 @@ __all__ = ["Costs", "Hops", "Simulation", "Spans", "simulate"]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spans:
+class Spans(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Every action of the step, and its incoming message. Arrays [num_actions], by rank and then
     in each rank's order."""
 
@@ -33,8 +31,7 @@ class Spans:
     arrived_s: Floats
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulation:
+class Simulation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One step. Arrays have one entry per rank; on every rank busy, bubble, exposed transfer and
     overhead sum to the step time, and so do warmup, steady and cooldown."""
 

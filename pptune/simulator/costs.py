@@ -1,9 +1,9 @@
 """What actions and messages take."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ _ROWS = (
 """What the rows of a cost table hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hops:
+class Hops(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Messages across each stage boundary in one direction. Arrays [num_stages - 1]: boundary s
     lies between stages s and s + 1. Boundaries inside one rank are ignored."""
 
@@ -50,8 +49,7 @@ class Hops:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
+class Costs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Times of one micro-batch. Stage arrays have shape [num_stages]."""
 
     forward_s: Floats

@@ -12,7 +12,7 @@ from pptune.simulator.cuts cimport (
     next_cut, no_cut, same_clocks, same_messages, set_limits, skip_cycles,
 )
 from pptune.simulator.state cimport (
-    DEADLOCK, DONE, GO_ON, NONE, Clock, Kind, Status, Step, rank_at,
+    DEADLOCK, DONE, GO_ON, NONE, Clock, Kind, Status, Step, Turn, rank_at,
 )
 
 
@@ -27,10 +27,18 @@ cdef Status play_one_sided(Step* step, bint lowered) noexcept nogil:
     cdef const Kind* last
     while status == GO_ON:
         remaining = set_limits(step)
+        # The choice is made out here so that each gets a loop of its own.
+        if step.turns != NULL:
+            if lowered:
+                take_turns(step, remaining, True, False)
+            elif step.wired:
+                take_turns(step, remaining, False, True)
+            else:
+                take_turns(step, remaining, False, False)
+            remaining = 0
         before = remaining + 1
         while 0 < remaining < before:
             before = remaining
-            # The choice is made out here so that each gets a loop of its own.
             for turn in range(step.num_ranks):
                 rank = rank_at(turn, step.num_ranks)
                 if lowered:
@@ -60,58 +68,77 @@ cdef bint has_come_back(const Step* step, bint lowered) noexcept nogil:
     )
 
 
+cdef inline void take_turns(
+    Step* step, int64_t count, bint lowered, bint wired
+) noexcept nogil:
+    """Do the next `count` actions of the step's sequence, which are those before the limits."""
+    cdef int64_t begin = 0, at, rank
+    cdef const Turn* turn
+    for rank in range(step.num_ranks):
+        begin += step.places[rank]
+        step.places[rank] = step.limits[rank]
+    for at in range(begin, begin + count):
+        turn = &step.turns[at]
+        act(step, &step.kinds[turn.kind], &step.clocks[turn.rank], turn.input, turn.output,
+            turn.posted, turn.done, lowered, wired)
+
+
 cdef inline int64_t go_on(Step* step, int64_t rank, bint lowered, bint wired) noexcept nogil:
     """Let a rank do what it can before its limit; how many actions that was."""
     cdef const int64_t* codes = step.codes + rank * step.width
-    cdef const Kind* kinds = step.kinds
-    cdef double* done = step.done + rank * (step.width + 1) + 1
-    cdef double* sent = step.sent
-    cdef double* arrivals = step.arrived
-    cdef double* produced = step.produced
-    cdef double* free = step.free
+    cdef const double* times = step.sent if lowered else step.arrived
     cdef const int32_t* posted_after = step.posted_after
-    cdef Clock* clock = &step.clocks[rank]
-    cdef double now = clock.now, spent = clock.spent, exposed = clock.exposed
+    cdef int64_t row = rank * (step.width + 1) + 1
     cdef int64_t begin = step.places[rank], at = begin, limit = step.limits[rank]
-    cdef int64_t code, microbatch, slot
+    cdef int64_t code, microbatch, input
     cdef const Kind* kind
-    cdef double arrived, posted, left, start, lag
+    cdef Clock clock = step.clocks[rank]
     while at < limit:
         code = codes[at]
-        kind = &kinds[kind_of(code)]
+        kind = &step.kinds[kind_of(code)]
         microbatch = microbatch_of(code)
-        slot = kind.input + microbatch
-        arrived = sent[slot] if lowered else arrivals[slot]
-        if arrived < 0.0:
+        input = kind.input + microbatch
+        if times[input] < 0.0:
             break
-        lag = kind.input_lag
-        if lowered:
-            posted = done[posted_after[slot]]
-            left = arrived if arrived > posted else posted
-            left = (left if left > free[kind.link] else free[kind.link]) + kind.wire
-            free[kind.link] = left
-            lag += left + kind.latency - arrived
-            arrived = left + kind.latency
-            if arrivals != NULL:
-                arrivals[slot] = arrived
-        elif wired:
-            lag = arrived - produced[slot]
-        start = now if now > arrived else arrived
-        # Waiting is bubble until the producer had finished and exposed after that.
-        exposed += start - now if start - now < lag else lag
-        now = start + kind.total
-        spent += kind.total
-        slot = kind.output + microbatch
-        if lowered:
-            done[at] = sent[slot] = now
-        else:
-            left = now
-            if wired:
-                produced[slot] = now - kind.send
-                left = (now if now > free[kind.link] else free[kind.link]) + kind.wire
-                free[kind.link] = left
-            arrivals[slot] = left + kind.latency
+        act(step, kind, &clock, input, kind.output + microbatch,
+            row + posted_after[input] if lowered else 0, row + at, lowered, wired)
         at += 1
     step.places[rank] = at
-    clock.now, clock.spent, clock.exposed = now, spent, exposed
+    step.clocks[rank] = clock
     return at - begin
+
+
+cdef inline void act(
+    Step* step, const Kind* kind, Clock* clock, int64_t input, int64_t output, int64_t posted,
+    int64_t done, bint lowered, bint wired,
+) noexcept nogil:
+    """Do an action whose input is there; the places are those of Turn."""
+    cdef double arrived = step.sent[input] if lowered else step.arrived[input]
+    cdef double lag = kind.input_lag, now = clock.now
+    cdef double post, left, start
+    if lowered:
+        post = step.done[posted]
+        left = arrived if arrived > post else post
+        left = (left if left > step.free[kind.link] else step.free[kind.link]) + kind.wire
+        step.free[kind.link] = left
+        lag += left + kind.latency - arrived
+        arrived = left + kind.latency
+        if step.arrived != NULL:
+            step.arrived[input] = arrived
+    elif wired:
+        lag = arrived - step.produced[input]
+    start = now if now > arrived else arrived
+    # Waiting is bubble until the producer had finished and exposed after that.
+    clock.exposed += start - now if start - now < lag else lag
+    now = start + kind.total
+    clock.spent += kind.total
+    clock.now = now
+    if lowered:
+        step.done[done] = step.sent[output] = now
+    else:
+        left = now
+        if wired:
+            step.produced[output] = now - kind.send
+            left = (now if now > step.free[kind.link] else step.free[kind.link]) + kind.wire
+            step.free[kind.link] = left
+        step.arrived[output] = left + kind.latency

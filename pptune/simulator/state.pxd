@@ -56,10 +56,10 @@ cdef struct Kind:
 cdef struct Clock:
     # Of a rank; the saved ones are those at the saved cut.
     double now       # When it has posted its last output.
-    double spent     # Seconds of actions so far, occupied time included.
-    double exposed   # Seconds waited for messages whose producers had finished.
     double saved_now
+    double spent     # Seconds of actions so far, occupied time included.
     double saved_spent
+    double exposed   # Seconds waited for messages whose producers had finished.
     double saved_exposed
     double ended     # When its last action was done.
 
@@ -74,6 +74,15 @@ cdef struct Queue:
     # Of a link, by name_of or NONE: the first message sent that has not started, and the last.
     int64_t next
     int64_t last
+
+cdef struct Turn:
+    # One action of a sequence, see sequence.pyx, and the places in the arrays that it deals with.
+    int32_t kind
+    int32_t rank
+    int32_t input    # Of the message it needs.
+    int32_t output   # Of the one it makes.
+    int32_t posted   # In `done`: the action after which its rank posted the receive.
+    int32_t done     # In `done`: itself.
 
 cdef struct Step:
     # The part of the order that is played; see schedules.orders.Codes.
@@ -100,6 +109,7 @@ cdef struct Step:
     const int8_t* waits
     const int64_t* streams
     int64_t stream_width
+    const Turn* turns   # NULL where ranks are visited instead.
     bint pairs_together
     # By rank, and by link: 2 * rank for the link to the next rank, 1 more for that to the rank
     # before, 2 * num_ranks for none.

@@ -1,6 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Plays a step in one call, as little of its order as its repetition allows."""
 
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_RECORDS_RO, PyBuffer_Release, PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
 from libc.math cimport INFINITY, NAN
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
@@ -16,6 +20,7 @@ from pptune.schedules.orders cimport (
 from pptune.simulator.one_sided cimport play_one_sided
 from pptune.simulator.posts cimport Posts
 from pptune.simulator.posts import posts_of
+from pptune.simulator.sequence cimport Sequence, sequence_of
 from pptune.simulator.state cimport (
     AFTER_NEXT, BY_EITHER, BY_RECEIVER, BY_SENDER, DEADLOCK, DONE, NEVER, NONE, UNALIGNED, UNKNOWN,
     Clock, Kind, Queue, Sends, StartedBy, Status, Step, input_of, maker_of, no_input,
@@ -234,6 +239,29 @@ cdef class Player:
         before_room = self.room
         self.make_messages(&before)
         give_back(before_room)
+        self.look_up_sequence()
+
+    cdef look_up_sequence(self):
+        """Set up the sequence of an order that is played from its start, not for the first time."""
+        cdef Step* step = &self.step
+        cdef bint lowered = self.started_by == BY_RECEIVER
+        cdef Sequence sequence
+        cdef int64_t rank
+        step.turns = NULL
+        if self.started_by == BY_EITHER:
+            return
+        for rank in range(step.num_ranks):
+            if step.places[rank] > 0:
+                return
+        key = (self.executor, "sequence")
+        kept = self.codes.kept
+        if key not in kept:
+            kept[key] = None
+            return
+        if kept[key] is None:
+            kept[key] = sequence_of(step, step.last_cut if step.cutting else -1, lowered)
+        sequence = kept[key]
+        step.turns = sequence.turns
 
     cdef make_messages(self, const Step* before):
         """Set up message arrays in which nothing has happened yet but what there was `before`."""
@@ -419,16 +447,35 @@ cdef class Player:
 
 cdef bint copied(seconds, double* to, int64_t size) except -1:
     """Copy `size` times; False where they are not so many, or one is negative or not finite."""
+    cdef Py_buffer view
+    cdef const double* times
     cdef int64_t at
-    array = np.ascontiguousarray(seconds, np.float64)
-    cdef const double* times = <const double*> address_of(array)
-    if array.size != size:
+    cdef bint possible
+    if not is_plain(seconds):
+        seconds = np.ascontiguousarray(seconds, np.float64)
+    PyObject_GetBuffer(seconds, &view, PyBUF_C_CONTIGUOUS)
+    times = <const double*> view.buf
+    possible = view.len == size * <int64_t> sizeof(double)
+    if possible:
+        for at in range(size):
+            possible = possible and 0.0 <= times[at] < INFINITY
+            to[at] = times[at]
+    PyBuffer_Release(&view)
+    return possible
+
+
+cdef bint is_plain(seconds) except -1:
+    """Whether these are C-contiguous float64; numpy takes five times as long to say so."""
+    cdef Py_buffer view
+    cdef bint plain
+    if not PyObject_CheckBuffer(seconds):
         return False
-    for at in range(size):
-        if not 0.0 <= times[at] < INFINITY:
-            return False
-        to[at] = times[at]
-    return True
+    PyObject_GetBuffer(seconds, &view, PyBUF_RECORDS_RO)
+    plain = (
+        view.ndim == 1 and view.format[0] == c"d" and view.strides[0] == sizeof(double)
+    )
+    PyBuffer_Release(&view)
+    return plain
 
 
 cdef StartedBy started_by(order, rules):
