@@ -71,8 +71,8 @@ class LayerPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the layer's output, which is what a message between stages carries."""
     samples_s: dict[str, tuple[float, ...]] = {}
     """Times by phase (`forward`, `backward`, `backward_input`, `backward_weight`), each of one
-    layer: the numbers above are their trimmed means. `call_forward` and the like are what an empty
-    chunk's call takes, which has been taken off the others."""
+    layer: the numbers above are their trimmed means. `call_forward` and the like, with the blocks,
+    are what an empty chunk's call takes, which has been taken off the others."""
     source: Source = "measured"
     status: Literal["ok", "oom", "unsettled"] = "ok"
 

@@ -13,6 +13,7 @@ from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredStep
+from pptune.measurement import to_nanoseconds
 from pptune.plan import Plan
 from pptune.profiles import Layer, LayerPoint, Overhead, Profile, StepConstants
 from pptune.simulator import Costs
@@ -145,7 +146,7 @@ def _scaled(layer: Layer, ratios: Mapping[tuple[int, str], float]) -> Layer:
             backward_input_s=times(point.backward_input_s, backward),
             backward_weight_s=times(point.backward_weight_s, backward),
             samples_s={
-                phase: tuple(
+                phase: to_nanoseconds(
                     sample * (forward if phase == "forward" else backward) for sample in samples
                 )
                 if not phase.startswith("call_")

@@ -16,6 +16,7 @@ from pptune.measurement import (
     Measurement,
     per_unit,
     quantised_warning,
+    to_nanoseconds,
     uneven_ranks_warning,
     unsettled_warning,
 )
@@ -137,7 +138,9 @@ def _point(
             continue
         seconds[phase] = per_unit(whole, call, units=sizes.units).seconds
         each = [(value - call.centre_s) / sizes.units for value in whole.samples_s]
-        kept[phase], kept[f"call_{phase}"] = _thinned(each), _thinned(call.samples_s)
+        kept[phase] = _thinned(each)
+        if kind == "block":  # The same for all kinds.
+            kept[f"call_{phase}"] = _thinned(call.samples_s)
     if kind == "embedding" and "backward" in seconds:
         # Token ids have no gradient: its backward is all weight gradient.
         seconds |= {"backward_input": 0.0, "backward_weight": seconds["backward"]}
@@ -155,10 +158,10 @@ def _point(
 
 
 def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
-    if len(samples) <= _MAX_SAMPLES:
-        return tuple(samples)
-    chosen = np.linspace(0, len(samples) - 1, _MAX_SAMPLES).round().astype(int)
-    return tuple(samples[index] for index in chosen)
+    kept = np.asarray(samples)
+    if len(kept) > _MAX_SAMPLES:
+        kept = kept[np.linspace(0, len(kept) - 1, _MAX_SAMPLES).round().astype(int)]
+    return to_nanoseconds(kept.tolist())
 
 
 def sample_warnings(

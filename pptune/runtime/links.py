@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pptune.measurement import MIN_SAMPLES, Measurement
+from pptune.measurement import MIN_SAMPLES, Measurement, to_nanoseconds
 from pptune.profiles import AllreducePoint, Link, LinkPoint
 from pptune.runtime.exchange import gather_objects
 from pptune.runtime.link_fit import fit_link
@@ -292,7 +292,7 @@ def link_of(pair: Pair, alone: LinkSamples, loaded: SecondsBySize, *, is_inter: 
                 num_bytes=num_bytes,
                 one_way_s=undelayed_s(one_way_s),
                 loaded_s=_loaded_s(alone, loaded, num_bytes),
-                samples_s=tuple(one_way_s),
+                samples_s=to_nanoseconds(one_way_s),
             )
         )
     fit = fit_link([point.num_bytes for point in points], [point.one_way_s for point in points])
