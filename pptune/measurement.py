@@ -132,7 +132,7 @@ def per_unit(longer: Measurement, shorter: Measurement, *, units: int) -> Centre
 
 
 def to_nanoseconds(samples_s: Iterable[float]) -> tuple[float, ...]:
-    """Samples as a file keeps them: no clock tells less apart, and all digits take twice the room."""
+    """Samples as a file keeps them. No clock tells less apart; all digits take twice the room."""
     return tuple(round(value, 9) for value in samples_s)
 
 

@@ -470,6 +470,18 @@ class TestProperties:
             slower[chunks] = alone / simulate(order, costs, Executor.TORCH_RUNTIME).step_time_s
         assert 1 <= slower[1] < slower[2] < slower[4]
 
+    @pytest.mark.parametrize("executor", ALL)
+    def test_rounding_leaves_no_part_below_zero(self, executor: Executor) -> None:
+        """One stage takes so long that the overhead of an action is lost beside it."""
+        order = contract.make("1f1b", (4, 1, 8, None))
+        costs = Costs.uniform(
+            num_ranks=4, num_chunks=1, forward_s=1, backward_s=2, overhead_s=0.125
+        )
+        costs.forward_s[0] = 2.0**63
+        found = simulate(order, costs, executor)
+        for name in ("busy_s", "bubble_s", "exposed_transfer_s", "overhead_s"):
+            assert (getattr(found, name) >= 0).all(), name
+
     def test_overhead_is_reported_apart(self) -> None:
         size = (2, 2, 4, None)
         costs = Costs.uniform(

@@ -375,6 +375,7 @@ cdef class Player:
         for rank in range(num_ranks):
             busy[rank] = step.clocks[rank].spent - overheads[rank]
             # Where a rank never waits, rounding may leave a little less than nothing.
+            exposed[rank] = max(0.0, exposed[rank])
             bubble[rank] = max(0.0, total - step.clocks[rank].spent - exposed[rank])
             at = rank * step.width + step.lengths[rank] - 1
             while work_of(step.codes[at]) != FORWARD:
