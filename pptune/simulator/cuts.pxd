@@ -59,10 +59,16 @@ cdef inline bint same_clocks(const Step* step) noexcept nogil:
     return True
 
 
-cdef inline bint same_messages(const Step* step, const double* times, bint posted) noexcept nogil:
+cdef inline bint same_messages(
+    const Step* step, const double* times, bint posted, bint in_order
+) noexcept nogil:
     """Whether the same holds for what is needed after the cut: messages under way, those with a
     time in `times`, and, if receives are `posted`, those that are posted already and the ticks by
-    which the lowering places those to come."""
+    which the lowering places those to come.
+
+    With `in_order` a rank needs the messages of a link in the order in which they are sent and
+    received: behind one that is neither under way nor posted there is none.
+    """
     cdef double shift = shift_of(step)
     cdef int64_t periods = step.cut - step.saved
     cdef int64_t back = periods * step.cycle_microbatches
@@ -71,7 +77,9 @@ cdef inline bint same_messages(const Step* step, const double* times, bint poste
     cdef const double* produced = step.produced
     cdef bint lowered = posted and step.ticks != NULL
     cdef int64_t tick_shift = 0
-    cdef int64_t rank, at, last, place, code, row, microbatch, slot, now, before
+    cdef int64_t rank, at, last, place, code, row, microbatch, slot, now, before, links_left
+    cdef bint[2] is_left
+    cdef bint is_known, is_posted
     cdef const double* done
     if lowered:
         last = step.places[0] - 1
@@ -87,6 +95,8 @@ cdef inline bint same_messages(const Step* step, const double* times, bint poste
                 return False
             if step.ticks[last] - step.ticks[last - back_actions] != tick_shift:
                 return False
+        is_left[0] = is_left[1] = True
+        links_left = 2
         for at in range(rank * step.width + place, rank * step.width + step.lengths[rank]):
             code = step.codes[at]
             row = step.kinds[kind_of(code)].input
@@ -94,7 +104,14 @@ cdef inline bint same_messages(const Step* step, const double* times, bint poste
                 continue
             microbatch = microbatch_of(code)
             slot = row + microbatch
-            if times[slot] >= 0.0:
+            is_known = times[slot] >= 0.0
+            is_posted = posted and step.posted_after[slot] < place
+            if in_order and not is_known and not is_posted:
+                links_left -= is_left[step.kinds[kind_of(code)].link & 1]
+                is_left[step.kinds[kind_of(code)].link & 1] = False
+                if links_left == 0:
+                    break
+            if is_known:
                 if microbatch < back or not moved(times[slot], times[slot - back], shift):
                     return False
                 if arrived != NULL and not moved(arrived[slot], arrived[slot - back], shift):
@@ -106,7 +123,7 @@ cdef inline bint same_messages(const Step* step, const double* times, bint poste
                     and step.produced_tick[slot] - step.produced_tick[slot - back] != tick_shift
                 ):
                     return False
-            if posted and step.posted_after[slot] < place:
+            if is_posted:
                 if microbatch < back:
                     return False
                 now, before = step.posted_after[slot], step.posted_after[slot - back]

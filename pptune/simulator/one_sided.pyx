@@ -64,7 +64,7 @@ cdef Status play_one_sided(Step* step, bint lowered) noexcept nogil:
 cdef bint has_come_back(const Step* step, bint lowered) noexcept nogil:
     """Whether the state is that of the saved cut, later by one shift."""
     return same_clocks(step) and same_messages(
-        step, step.sent if lowered else step.arrived, lowered
+        step, step.sent if lowered else step.arrived, lowered, lowered
     )
 
 

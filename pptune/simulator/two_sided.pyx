@@ -216,7 +216,7 @@ cdef double start_of(const Step* step, int64_t place, int64_t link) noexcept nog
 
 cdef bint has_come_back(const Step* step) noexcept nogil:
     """Whether the state is that of the saved cut, later by one shift."""
-    return same_clocks(step) and same_messages(step, step.sent, True) and same_pending(step)
+    return same_clocks(step) and same_messages(step, step.sent, True, False) and same_pending(step)
 
 
 cdef bint same_pending(const Step* step) noexcept nogil:
