@@ -42,7 +42,7 @@ BORDERLINE_RATIO = 0.05
 MAX_KEPT_ACTIONS = 2**21
 """Orders are kept while they have no more actions together; one takes 20 to 50 bytes."""
 
-MAX_KEPT_INPUTS = 2**10
+MAX_KEPT_INPUTS = 2**12
 """No more inputs are kept at once: plans that all differ in their layers share none."""
 
 

@@ -12,8 +12,8 @@ def stage_sums(per_layer, tuple layers_per_stage):
     """float64[n, num_stages] from `per_layer`, float64[n, 3]: n numbers of the embedding, a block
     and the head.
 
-    The embedding is on the first stage, the head on the last. numpy takes ten times as long for as
-    few numbers as stages are.
+    The embedding is on the first stage, the head on the last. In numpy the calls would take longer
+    than the work on as few numbers as stages are.
     """
     cdef int64_t num_rows = len(per_layer), num_stages = len(layers_per_stage), row, stage
     cdef const double* layer = <const double*> address_of(per_layer)

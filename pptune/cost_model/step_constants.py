@@ -33,8 +33,7 @@ def constant_costs(
     constants = profile.step_constants
     if constants is not None:
         fixed_s += constants.fixed_s
-    seconds = np.empty(plan.num_ranks)
-    seconds.fill(fixed_s)
+    seconds = np.full(plan.num_ranks, fixed_s)
     if constants is None:
         assumptions.append("optimizer and other work once per step were not measured: counted as 0")
     else:

@@ -125,7 +125,7 @@ def main() -> None:
     descriptor, parent, *imports = sys.argv[1:]
     die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.disable()  # Looking for garbage among what is imported takes a sixth of the time.
+    gc.disable()  # Nothing that is imported is garbage, and to look through it again takes long.
     for name in imports:
         with contextlib.suppress(Exception):  # A rank says what is wrong with torch.
             importlib.import_module(name)
