@@ -33,7 +33,7 @@ from pptune.runtime.launch import RankGroup
 from pptune.units import format_ratio
 
 DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
-    "cpu": (1, 2, 4, 8),
+    "cpu": (1, 2, 3, 4, 6, 8),
     "cuda": (1, 2, 4, 8, 16, 32),
 }
 """Micro-batch sizes where none are asked for; those that don't fit are noted and left out."""

@@ -33,9 +33,10 @@ TRUTH = {Executor.TORCH_1F1B: PER_ACTION, Executor.TORCH_RUNTIME: PER_ACTION}
 CONSTANTS = StepConstants(fixed_s=2e-3, per_parameter_byte_s=1e-9)
 
 
-def machine(slower: float = 1.0) -> Profile:
+def machine(slower: float = 1.0, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:
     """What the made-up machine really takes; `slower` than its bare layers."""
     return synthetic_profile(
+        sizes=sizes,
         num_layers=8, block=5e-3 * slower, head=6e-3 * slower, links=(uniform_link(0.1e-3, 4e9),),
         overheads=dict(TRUTH), step_constants=CONSTANTS, parameter_bytes=1 << 20,
         end_parameter_bytes=1 << 21, boundary_bytes=1 << 16, interference_ratio=0.0,
@@ -128,14 +129,16 @@ def test_step_constants_come_out_as_a_line_over_parameters() -> None:
     assert constants.per_parameter_byte_s == pytest.approx(CONSTANTS.per_parameter_byte_s, rel=0.05)
 
 
-def test_layers_are_scaled_to_what_they_take_in_the_pipeline() -> None:
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (1, 2, 3, 4, 6, 8)])
+def test_layers_are_scaled_to_what_they_take_in_the_pipeline(sizes: tuple[int, ...]) -> None:
+    """At sizes that none of the runs had, too."""
+    known = bare(machine(sizes=sizes))
     truth = CostModel(machine(1.2), SETTING)
-    runs = [
-        CalibrationRun(plan=plan, steps=(played(plan, truth),))
-        for plan in calibration_plans(bare(machine()), 2)
-    ]
-    scaled = in_pipeline(bare(machine()), runs).layer("block")
-    wanted = machine(1.2).layer("block")
+    plans = calibration_plans(known, 2)
+    assert {plan.microbatch_size for plan in plans} == {1, 2, 4, 8}
+    runs = [CalibrationRun(plan=plan, steps=(played(plan, truth),)) for plan in plans]
+    scaled = in_pipeline(known, runs).layer("block")
+    wanted = machine(1.2, sizes).layer("block")
     assert scaled is not None
     assert wanted is not None
     for got, expected in zip(scaled.points, wanted.points, strict=True):

@@ -109,7 +109,8 @@ class Command:
                         return process
             if not notices:  # To look for it takes longer than it may be doing that.
                 for process in self.ranks():
-                    with contextlib.suppress(psutil.Error, KeyError):
+                    # Processes end and files are closed while this looks through them.
+                    with contextlib.suppress(psutil.Error, OSError):
                         if process.name() == "pptune-rank-1":
                             for opened in Path(f"/proc/{process.pid}/fd").iterdir():
                                 if "pptune-notice" in os.readlink(opened):

@@ -1,7 +1,7 @@
 """Layer times as they are inside a running pipeline."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from pptune.calibration.correction import least, misfit
 from pptune.calibration.records import bare_s, call_s, centre
 from pptune.calibration.runs import SETTING, CalibrationRun
-from pptune.calibration.trend import towards_trend
+from pptune.calibration.trend import Floats, towards_trend
 from pptune.cost_model import CostModel
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredStep
@@ -45,22 +45,29 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
             alone_s = bare_s(costs, stage, work) + calls_s[key[1]]
             totals[key] = (measured + centre(seconds), layers + alone_s)
         for step in run.steps:
-            for key, ratio in _step_ratios(run.plan, step, costs, calls_s).items():
-                by_step.setdefault(key, []).append(ratio)
-    ratios: dict[tuple[int, str], float] = {}
+            for key, found in _step_ratios(run.plan, step, costs, calls_s).items():
+                by_step.setdefault(key, []).append(found)
+    curves: dict[str, tuple[Floats, Floats]] = {}
     for direction in ("F", "B"):
         sizes = sorted(
             size for (size, work), (_, layers) in totals.items() if work == direction and layers > 0
         )
-        found = [math.log(np.divide(*totals[size, direction])) for size in sizes]
+        if not sizes:
+            continue
+        logarithms = [math.log(np.divide(*totals[size, direction])) for size in sizes]
         spread = [_standard_error(by_step[size, direction]) for size in sizes]
-        settled = towards_trend(np.log2(sizes), np.array(found), np.array(spread))
-        ratios |= {
-            (size, direction): math.exp(value) for size, value in zip(sizes, settled, strict=True)
-        }
+        at = np.log2(sizes)
+        curves[direction] = at, towards_trend(at, np.array(logarithms), np.array(spread))
+
+    def ratio(size: int, direction: str) -> float:
+        """Between the sizes that ran, in between; beyond them, that of the nearest."""
+        if direction not in curves:
+            return 1.0
+        return math.exp(float(np.interp(math.log2(size), *curves[direction])))
+
     return msgspec.structs.replace(
         profile,
-        layers=tuple(_scaled(layer, ratios) for layer in profile.layers),
+        layers=tuple(_scaled(layer, ratio) for layer in profile.layers),
         # Messages moved while those actions ran: their effect is in the times now.
         interference_ratio=0.0,
     )
@@ -79,10 +86,8 @@ def without_bursts(
     """
 
     def scaled(factor: float) -> Profile:
-        ratios = {(size, work): factor for size in _sizes(profile) for work in ("F", "B")}
-        return msgspec.structs.replace(
-            profile, layers=tuple(_scaled(layer, ratios) for layer in profile.layers)
-        )
+        layers = tuple(_scaled(layer, lambda size, direction: factor) for layer in profile.layers)
+        return msgspec.structs.replace(profile, layers=layers)
 
     steps_s = {run.plan: run.step_s for run in runs}
 
@@ -90,10 +95,6 @@ def without_bursts(
         return misfit(scaled(factor), constants, overheads, steps_s)
 
     return scaled(least(error, *_BURST_FACTORS, to=1e-3))
-
-
-def _sizes(profile: Profile) -> set[int]:
-    return {point.microbatch_size for layer in profile.layers for point in layer.points}
 
 
 def _action_times(steps: Iterable[MeasuredStep]) -> dict[tuple[int, str], list[float]]:
@@ -129,12 +130,13 @@ def _standard_error(ratios: Sequence[float]) -> float:
     return float(np.std(np.log(ratios), ddof=1)) / math.sqrt(len(ratios))
 
 
-def _scaled(layer: Layer, ratios: Mapping[tuple[int, str], float]) -> Layer:
-    """`layer` with every point's times, samples included, times its size's ratios."""
+def _scaled(layer: Layer, ratio: Callable[[int, str], float]) -> Layer:
+    """`layer` with every point's times, samples included, times the ratio of its size and
+    direction (F or B)."""
 
     def scale(point: LayerPoint) -> LayerPoint:
-        forward = ratios.get((point.microbatch_size, "F"), 1.0)
-        backward = ratios.get((point.microbatch_size, "B"), 1.0)
+        forward = ratio(point.microbatch_size, "F")
+        backward = ratio(point.microbatch_size, "B")
 
         def times(seconds: float | None, ratio: float) -> float | None:
             return None if seconds is None else seconds * ratio

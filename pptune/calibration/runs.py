@@ -17,7 +17,7 @@ SETTING = Setting(target=TORCH)
 _MIN_VISITS, _MAX_VISITS, _STEPS_PER_VISIT = 1, 12, 3
 
 _ALL_SIZES_UP_TO = 2
-"""Plans with at most this many chunks are run at every measured micro-batch size."""
+"""Plans with at most this many chunks are run at all sizes of `_spread`, others at the smallest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def calibration_plans(
             if num_ranks * chunks > profile.model.num_layers:
                 continue
             # Every size where one executor's actions are longest, the smallest elsewhere.
-            for size in sizes if chunks <= _ALL_SIZES_UP_TO else sizes[:1]:
+            for size in _spread(sizes) if chunks <= _ALL_SIZES_UP_TO else sizes[:1]:
                 # As many sequences as fill a few of the largest micro-batches, so that small ones
                 # show what many actions in a row cost.
                 least = max(num_ranks + 1, sizes[-1] // size)
@@ -66,6 +66,16 @@ def calibration_plans(
                 if plan is not None:
                     plans.append(plan)
     return plans
+
+
+def _spread(sizes: Sequence[int]) -> list[int]:
+    """The smallest and the largest of the ascending `sizes`, and between them no two that are
+    closer than a factor of 2."""
+    kept = list(sizes[-1:])
+    for size in reversed(sizes[1:-1]):
+        if 2 * size <= kept[0]:
+            kept.insert(0, size)
+    return [*sizes[:1], *kept] if len(sizes) > 1 else kept
 
 
 def _calibration_chunks(schedule: str) -> tuple[int, ...]:

@@ -34,7 +34,9 @@ def profile(
         str | None, typer.Argument(help="Preset, config.json, or package.module:function.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Default: all GPUs, else 2 processes.")] = None,
-    micro_batch_sizes: Annotated[str | None, typer.Option(help="Default on CPU: 1,2,4,8.")] = None,
+    micro_batch_sizes: Annotated[
+        str | None, typer.Option(help="Default on CPU: 1,2,3,4,6,8.")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: float32, bfloat16 on GPUs.")] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",

@@ -76,10 +76,11 @@ class ChunkSamples:
 def noise_ratio(
     samples: ChunkSamples, kind: Kind, size: int, *, units: Mapping[Kind, int]
 ) -> float:
-    """How unsure the forward and backward times of a layer are, the worse of the two.
+    """How unsure a stage's forward and backward times are because of a layer, the worse of the two.
 
-    An embedding or a head is judged by what its uncertainty does to a stage, which has at least a
-    block beside it: half-width over the larger of its own time and a block's.
+    A stage has at least a block, beside an embedding or a head too: half-width over the larger of
+    the layer's own time and a block's. Measuring ends when this is small, not when an embedding of
+    next to no time is known exactly.
     """
     worst = 0.0
     for phase in ("forward", "backward"):
@@ -90,6 +91,17 @@ def noise_ratio(
         yardstick = max(own.seconds, block.seconds)
         worst = max(worst, own.half_width_s / yardstick if yardstick > 0 else float("inf"))
     return worst
+
+
+def _is_settled(
+    samples: ChunkSamples, kind: Kind, size: int, *, units: Mapping[Kind, int], max_noise: float
+) -> bool:
+    """Whether the layer's own forward and backward times are known to `max_noise`."""
+    times = [
+        samples.layer_time(kind, size, phase, units=units[kind])
+        for phase in ("forward", "backward")
+    ]
+    return all(time is None or time.noise_ratio <= max_noise for time in times)
 
 
 def layers_of(
@@ -106,7 +118,7 @@ def layers_of(
 
     def points(kind: Kind) -> Iterator[LayerPoint]:
         for size in measured:
-            settled = noise_ratio(samples, kind, size, units=units) <= max_noise
+            settled = _is_settled(samples, kind, size, units=units, max_noise=max_noise)
             yield _point(samples, kind, size, sizes[kind], "ok" if settled else "unsettled")
         for size in sorted(out_of_memory):
             yield LayerPoint(microbatch_size=size, status="oom")

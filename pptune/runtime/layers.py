@@ -5,12 +5,14 @@ from one another (memory bandwidth, power, cores) is in the numbers. They meet o
 
     prepare each size, smallest first, until one does not fit
     run untimed rounds until the clocks are warm
-    repeat  a round: every chunk at every size, in a new order, and the reference product
+    repeat  a round: every chunk at every size, in an order of the rank's own, and the reference
+            product
             share the round's samples among the ranks
     until   every layer's time is known to `max_noise`, or the budget ends
 """
 
 import gc
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from pptune.errors import RankFailure, UsageError
 from pptune.measurement import Measurement, drift_warning
@@ -41,6 +44,9 @@ from pptune.runtime.update import measure_update
 from pptune.units import format_bytes
 
 _REFERENCES_PER_ROUND = 6
+
+_MAX_DRAWS = 10
+"""How often a chunk is timed in one round at most."""
 
 Doing = Callable[[str], None]
 FreeBytes = Callable[[torch.device, int], int | None]
@@ -209,9 +215,10 @@ class _Run:
         self._drop({size for _, sizes in ranks for size in sizes})
         slowest_s = {key: max(costs[key] for costs, _ in ranks) for key in self.draws}
         longest_s = max(slowest_s.values(), default=0.0)
-        # Short chunks are the noisier ones and cost little: draw them up to three times a round.
+        # For a given total, relative errors squared add up to least when each is drawn in
+        # proportion to 1 / sqrt(cost).
         self.draws = {
-            key: 1 + (cost_s < longest_s / 2) + (cost_s < longest_s / 4)
+            key: min(_MAX_DRAWS, round(math.sqrt(longest_s / cost_s))) if cost_s > 0 else _MAX_DRAWS
             for key, cost_s in slowest_s.items()
         }
         self._load_before = load_now()
@@ -219,7 +226,9 @@ class _Run:
     def play_round(self, seed: int, started: float) -> float:
         """One round and the exchange of its samples; the slowest rank's seconds since `started`."""
         order = [key for key, times in self.draws.items() for _ in range(times)]
-        random.Random(seed * 1_000_003 + self.num_rounds).shuffle(order)
+        # Each rank its own order: in a pipeline, too, the neighbour runs something else, and two
+        # heads at once would share what memory bandwidth one has to itself there.
+        random.Random(f"{seed} {self.num_rounds} {dist.get_rank()}").shuffle(order)
         every = max(1, len(order) // _REFERENCES_PER_ROUND)
         found: dict[Key, list[float]] = {}
         references_s: list[float] = []

@@ -21,6 +21,7 @@ from pptune.errors import UsageError
 from pptune.runtime import TorchMissing, require_torch
 from pptune.runtime.channel import Channel, Notice
 from pptune.runtime.context import RankContext
+from pptune.runtime.heap import keep_freed_memory
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -42,6 +43,7 @@ def serve(
         libc.prctl(_PR_SET_NAME, b"pptune-rank-%d" % rank, 0, 0, 0)
         # Replayed stages sleep for given times; the default slack of 50 us would lengthen each.
         libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    keep_freed_memory()
     # The terminal sends Ctrl-C to the whole group; only the agent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=channel_descriptor))

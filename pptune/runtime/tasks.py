@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.runtime.context import RankContext
+from pptune.runtime.heap import return_freed_memory
 from pptune.runtime.machine import describe_machine
 from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.wait_times import WaitTimes
@@ -63,8 +64,8 @@ def visit_plan(
     """Run a plan's untimed and timed steps; the runner stays for the next visit.
 
     Returns `steps` (see PlanRunner.timed_step), `products_s` of that many reference products after
-    each, `peak_memory_bytes` or null, and `free_memory_ratio`, from which the leader decides for
-    all ranks alike when to forget runners.
+    each step, `peak_memory_bytes` or null, and `free_memory_ratio`, from which the leader decides
+    for all ranks alike when to forget runners.
     """
     from pptune.runtime.pipeline import PlanRunner
 
@@ -95,11 +96,12 @@ def visit_plan(
     # A collection in the middle of a step would be charged to whichever action it interrupts.
     gc.disable()
     try:
-        for _ in range(warmup_steps):
-            runner.step()
         timed, products_s = [], []
-        for _ in range(steps):
-            timed.append(runner.timed_step(record=record))
+        for number in range(warmup_steps + steps):
+            if number < warmup_steps:
+                runner.step()
+            else:
+                timed.append(runner.timed_step(record=record))
             if product is not None:
                 products_s += [product.sample() for _ in range(products)]
     finally:
@@ -117,6 +119,7 @@ def _forget(runners: "dict[str, PlanRunner]", keys: list[str]) -> None:
     for key in keys:
         del runners[key]
     gc.collect()
+    return_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

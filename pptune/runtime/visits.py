@@ -42,7 +42,7 @@ class PlanVisitor:
         self.warmup_steps = warmup_steps
         self.record = record
         self.products = products
-        """Reference products after each timed step."""
+        """Reference products after each step."""
         self._memory_is_short = False
 
     def __call__(self, plan: Plan, *, steps: int, memory: bool) -> Visit:
