@@ -16,7 +16,7 @@ from pptune.calibration.correction import (
     corrected_hop,
     surely_corrected,
 )
-from pptune.calibration.layer_times import in_pipeline, without_bursts
+from pptune.calibration.layer_times import in_pipeline
 from pptune.calibration.records import overhead_from_records, step_constants
 from pptune.calibration.runs import SETTING, CalibrationRun, calibration_plans, run_calibration
 from pptune.cost_model import CostModel
@@ -51,9 +51,6 @@ def apply_calibration(
         executor: overhead_from_records(model, own, inside=not stages_compute)
         for executor, own in by_executor.items()
     }
-    if stages_compute:
-        profile = without_bursts(profile, constants, recorded, runs)
-        bare = msgspec.structs.replace(profile, overheads={}, step_constants=None)
     overheads = dict(profile.overheads)
     for executor, own in by_executor.items():
         first = recorded[executor]

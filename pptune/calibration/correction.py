@@ -122,12 +122,10 @@ def _shifted(overhead: Overhead, extra_s: float) -> Overhead:
     )
 
 
-def least(
-    function: Callable[[float], float], low: float, high: float, *, to: float = 1e-6
-) -> float:
-    """Where a function with one valley is least, by golden section, to within `to`."""
+def least(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function of seconds with one valley is least, by golden section, to within 1 us."""
     ratio = (5**0.5 - 1) / 2
-    while high - low > to:
+    while high - low > 1e-6:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         if function(left) <= function(right):
             high = right
