@@ -185,11 +185,7 @@ def _check_header(path: Path, data: Any, document: type[Document], kind: str) ->
         raise FileError(f"{path}: not a pptune file (no schema_version); expected a {kind} file")
     if data.get("kind") != kind:
         raise FileError(f"{path}: this is a {data.get('kind')!r} file; expected a {kind} file")
-    ours = next(
-        field.default
-        for field in msgspec.structs.fields(document)
-        if field.name == "schema_version"
-    )
+    ours = _newest_version(document)
     version = data["schema_version"]
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise FileError(f"{path}: schema_version {version!r} is not a positive whole number")
@@ -201,12 +197,23 @@ def _check_header(path: Path, data: Any, document: type[Document], kind: str) ->
 
 
 @cache
+def _newest_version(document: type[Document]) -> Any:
+    return next(
+        field.default
+        for field in msgspec.structs.fields(document)
+        if field.name == "schema_version"
+    )
+
+
+@cache
 def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
 
 
 def _unknown_fields(data: Any, expected: Any, where: str) -> set[str]:
     """Paths in `data` that the struct type `expected`, or a type inside it, has no field for."""
+    if not isinstance(data, dict | list):
+        return set()
     if (
         isinstance(data, dict)
         and isinstance(expected, type)

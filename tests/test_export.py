@@ -673,6 +673,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.xdist_group("scripts")
 class TestTorchScripts:
     """Losses don't depend on the plan: layers, data and optimizer are the same."""
 

@@ -223,7 +223,7 @@ ODD_VALUES: tuple[object, ...] = (
 _VALUE = re.compile(rb'(?<=[:\s])(-?\d[\w.+-]*|"[^"\n]*"|null|true|false)(?=,?\n)')
 """A value that is no container, in a document of one value per line."""
 
-_LARGE = 50_000
+_LARGE = 10_000
 """Bytes; to parse such a document for each change would take longer than everything else."""
 
 
