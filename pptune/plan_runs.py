@@ -45,6 +45,11 @@ class Ranks:
         for group in self._groups.values():
             group.close()
 
+    @property
+    def device(self) -> str | None:
+        """What the ranks that have been started run on; None before any has."""
+        return next((group.world.device for group in self._groups.values()), None)
+
     def group(self, num_ranks: int) -> RankGroup:
         """The group of so many ranks. Raises RuntimeFailure or UsageError where it can't be had."""
         if num_ranks not in self._groups:
@@ -63,8 +68,10 @@ def runner(
     dtype: str,
     timeout_s: float,
     stage_times: GetStageTimes | None = None,
+    products: int = 0,
 ) -> RunPlan:
-    """Runs each plan on as many ranks as it takes."""
+    """Runs each plan on as many ranks as it takes, with so many reference products after each
+    step."""
     visitors: dict[int, PlanVisitor] = {}
 
     def run(plan: Plan, *, steps: int, memory: bool) -> Visit:
@@ -76,6 +83,7 @@ def runner(
                 dtype=dtype,
                 timeout_s=timeout_s,
                 stage_times=stage_times,
+                products=products,
             )
         return visitors[num_ranks](plan, steps=steps, memory=memory)
 

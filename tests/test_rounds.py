@@ -10,7 +10,8 @@ from pptune.errors import RankFailure
 from pptune.estimate import Breakdown
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
 from pptune.plan import Plan
-from pptune.validate import doubts
+from pptune.profiles import Reference
+from pptune.validate import doubts, speed_changes
 from pptune.validate.rounds import Entry, Rounds, run_rounds
 from pptune.validation_file import Run
 from tests.sample_documents import sample_estimate, sample_plan
@@ -177,6 +178,16 @@ def test_one_outlier_of_a_hundredfold_is_said_and_does_not_move_the_result() -> 
     (said,) = doubts(runs)
     assert "1 of 6 samples took up to 99.8 times the median" in said
     assert A.label in said
+
+
+def test_a_machine_that_changed_its_speed_since_its_profile_is_said() -> None:
+    reference = Reference(matrix_size=640, dtype="float32", seconds=10e-3)
+    (slower,) = speed_changes(reference, [10.5e-3] * 20)
+    assert "was slower than when it was profiled: its reference product took 5.0% longer" in slower
+    (faster,) = speed_changes(reference, [9e-3] * 20)
+    assert "was faster than when it was profiled: its reference product took 10.0% less" in faster
+    assert speed_changes(reference, [10.2e-3] * 20) == []
+    assert speed_changes(reference, []) == speed_changes(None, [1.0]) == []
 
 
 def test_quantised_steps_are_said() -> None:

@@ -17,14 +17,16 @@ from pptune.calibration import (
 from pptune.cost_model import CostModel, Setting
 from pptune.errors import NoAnswer, RankFailure, UsageError
 from pptune.estimate import Infeasible, PredictedPlan
-from pptune.measurement import outlier_warning, quantised_warning
+from pptune.measured_step import Visit
+from pptune.measurement import Measurement, outlier_warning, quantised_warning
 from pptune.model import ModelSpec
 from pptune.plan import Plan
 from pptune.plan_runs import Ranks, RunPlan, replayed_times, runner
 from pptune.plans_file import PlansFile
-from pptune.profiles import Link, Profile
+from pptune.profiles import Link, Profile, Reference
 from pptune.search.baseline import is_named
 from pptune.targets import parse_target
+from pptune.units import format_ratio
 from pptune.validate.measured_search import Found, search_by_running
 from pptune.validate.rounds import Entry, Rounds, run_rounds
 from pptune.validate.simple_models import simple_models
@@ -35,6 +37,12 @@ from pptune.validation_file import Run, ValidationFile
 _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
 """For the runs that measure a replay's overheads."""
+
+_PRODUCTS = 2
+"""Reference products after each step."""
+
+_CHANGED_RATIO = 0.03
+"""A machine whose speed differs by more from when it was profiled is said to have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,17 @@ def validate(
             profile = with_own_links(profile, entries, ranks, watch)
             profile, entries = rehearsed(profile, entries, run, watch)
         else:
-            run = runner(ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s)
+            run = runner(
+                ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s,
+                products=_PRODUCTS,
+            )  # fmt: skip
+        products_s: list[float] = []
+
+        def run_and_keep_products(plan: Plan, *, steps: int, memory: bool) -> Visit:
+            visit = run(plan, steps=steps, memory=memory)
+            products_s.extend(visit.products_s)
+            return visit
+
         cost_s = recording_cost_s(ranks, entries) if request.rounds.record_timeline else None
         blank = ValidationFile(
             mode=request.mode,
@@ -114,17 +132,22 @@ def validate(
         started = time.monotonic()
         found = _run_entries(
             entries,
-            run,
+            run_and_keep_products,
             request,
             study=study,
             resumed=resumed,
             watch=watch,
             on_saved=lambda done: watch.on_saved(msgspec.structs.replace(blank, runs=tuple(done))),
         )
+        same_device = profile is not None and profile.machine.device == ranks.device
     finished = msgspec.structs.replace(
         blank,
         runs=tuple(found.runs),
-        warnings=(*found.warnings, *doubts(found.runs)),
+        warnings=(
+            *found.warnings,
+            *doubts(found.runs),
+            *speed_changes(profile.reference if profile and same_device else None, products_s),
+        ),
         summary=summarise(
             found.runs,
             exhaustive=request.exhaustive,
@@ -177,6 +200,21 @@ def doubts(runs: Iterable[Run]) -> list[str]:
             if text is not None:
                 found.append(text)
     return found
+
+
+def speed_changes(reference: Reference | None, products_s: Sequence[float]) -> list[str]:
+    """That the machine's speed is no longer that of the profile, in words."""
+    if reference is None or not products_s:
+        return []
+    change = Measurement(samples_s=tuple(products_s)).centre_s / reference.seconds - 1
+    if abs(change) <= _CHANGED_RATIO:
+        return []
+    which, how = ("slower", "longer") if change > 0 else ("faster", "less time")
+    return [
+        f"the machine was {which} than when it was profiled: its reference product took "
+        f"{format_ratio(abs(change))} {how}; about that much of every error is the machine's, and "
+        "it hits all plans alike"
+    ]
 
 
 def check_trusted(model: ModelSpec, named: str | None) -> None:
