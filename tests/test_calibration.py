@@ -4,7 +4,6 @@ import itertools
 import math
 
 import msgspec
-import numpy as np
 import pytest
 
 from pptune.calibration import (
@@ -16,7 +15,6 @@ from pptune.calibration import (
 )
 from pptune.calibration.correction import surely_corrected
 from pptune.calibration.layer_times import in_pipeline
-from pptune.calibration.trend import towards_trend
 from pptune.cost_model import CostModel, Setting
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
@@ -146,6 +144,24 @@ def test_layers_are_scaled_to_what_they_take_in_the_pipeline(sizes: tuple[int, .
         assert got.backward_s == pytest.approx(expected.backward_s, rel=1e-6)
 
 
+def test_a_size_that_ran_while_the_machine_was_slow_gets_no_factor_of_its_own() -> None:
+    known = bare(machine())
+    truths = {size: CostModel(machine(1.3 if size == 4 else 1.0), SETTING) for size in (1, 2, 4, 8)}
+    runs = [
+        CalibrationRun(plan=plan, steps=(played(plan, truths[plan.microbatch_size]),) * 3)
+        for plan in calibration_plans(known, 2)
+    ]
+    scaled, before = in_pipeline(known, runs).layer("block"), known.layer("block")
+    assert scaled is not None
+    assert before is not None
+    factors = [
+        (after.forward_s or 0.0) / (point.forward_s or math.inf)
+        for after, point in zip(scaled.points, before.points, strict=True)
+    ]
+    assert factors == pytest.approx([factors[0]] * 4)
+    assert 1.0 < factors[0] < 1.15
+
+
 def test_plans_that_calibrated_are_named_legal_and_avoid_those_to_be_judged() -> None:
     first = calibration_plans(machine(), 2)
     again = calibration_plans(machine(), 2, avoid=first)
@@ -222,44 +238,3 @@ def test_what_a_call_takes_is_charged_to_actions_and_not_to_layers() -> None:
     assert wanted is not None
     for got, expected in zip(block.points, wanted.points, strict=True):
         assert got.forward_s == pytest.approx(expected.forward_s, rel=0.01)
-
-
-class TestTowardsTrend:
-    SIZES = np.log2([1.0, 2.0, 4.0, 8.0])
-
-    def test_what_is_known_exactly_stays(self) -> None:
-        known = np.array([0.1, 0.3, -0.2, 0.05])
-        assert towards_trend(self.SIZES, known, np.full(4, 1e-9)) == pytest.approx(known, rel=1e-6)
-
-    def test_scatter_no_larger_than_its_noise_goes(self) -> None:
-        line = 0.08 - 0.03 * self.SIZES
-        noisy = line + np.array([0.01, -0.01, 0.01, -0.01])
-        found = towards_trend(self.SIZES, noisy, np.full(4, 0.02))
-        straight = np.polyval(np.polyfit(self.SIZES, noisy, 1), self.SIZES)
-        assert found == pytest.approx(straight)
-
-    def test_a_point_that_is_known_well_counts_for_more(self) -> None:
-        noisy = np.array([0.0, 0.0, 0.0, 0.4])
-        found = towards_trend(self.SIZES, noisy, np.array([0.01, 0.01, 0.01, 0.3]))
-        assert abs(found[3]) < 0.01
-
-    def test_it_comes_closer_to_the_truth_than_what_was_measured(self) -> None:
-        draw = np.random.default_rng(0)
-        before, after = [], []
-        for _ in range(300):
-            truth = 0.1 - 0.03 * self.SIZES + draw.normal(0, 0.01, 4)
-            noise = draw.uniform(0.01, 0.08, 4)
-            measured = truth + draw.normal(0, noise)
-            before.append(np.abs(measured - truth).mean())
-            after.append(np.abs(towards_trend(self.SIZES, measured, noise) - truth).mean())
-        assert np.mean(after) < 0.75 * np.mean(before)
-
-    def test_a_few_points_have_no_trend_to_tell(self) -> None:
-        known = np.array([0.1, 0.3])
-        assert towards_trend(self.SIZES[:2], known, np.full(2, 1.0)) is known
-
-    def test_what_was_seen_once_is_as_noisy_as_the_noisiest(self) -> None:
-        noisy = np.array([0.0, 0.02, 0.0, 0.02])
-        alike = towards_trend(self.SIZES, noisy, np.full(4, 0.05))
-        once = towards_trend(self.SIZES, noisy, np.array([0.05, math.inf, 0.05, 0.05]))
-        assert once == pytest.approx(alike)
