@@ -306,9 +306,16 @@ def measure(
 def figures_of(
     runs: Sequence[Run], models: dict[str, list[dict[str, Any]]], calibrated: set[str]
 ) -> dict[str, Any]:
-    """The summary over several validations, with the simpler models' means beside."""
+    """The summary over several validations, with the simpler models' means beside; a pick's regret
+    is among the plans of its own validation."""
     summary = summarise(runs, exhaustive=True, calibrated=frozenset(calibrated))
     figures: dict[str, Any] = msgspec.to_builtins(summary)
+    each = [
+        summarise([run for run in runs if run.model_index == index], exhaustive=True)
+        for index in {run.model_index for run in runs}
+    ]
+    for name in ("regret_top1", "regret_top3"):
+        figures[name] = max(getattr(summary, name) for summary in each)
     figures["models"] = {
         name: {
             "mape": sum(each["mape"] for each in results) / len(results),
