@@ -27,13 +27,12 @@ def in_pipeline(profile: Profile, runs: Sequence[CalibrationRun]) -> Profile:
     )
     model = CostModel(bare, SETTING)
     calls_s = {work: call_s(profile, work) for work in ("F", "B")}
-    ratios = [
-        ratio
-        for run in runs
-        for step in run.steps
-        if (ratio := _step_ratio(step, model.costs(run.plan), calls_s)) is not None
-    ]
-    factor = centre(ratios) if ratios else 1.0
+    ratios: list[float | None] = []
+    for run in runs:
+        costs = model.costs(run.plan)
+        ratios += [_step_ratio(step, costs, calls_s) for step in run.steps]
+    # Without any, and where all layers take no time, there is nothing to scale.
+    factor = centre([ratio for ratio in ratios if ratio is not None]) or 1.0
     return msgspec.structs.replace(
         profile,
         layers=tuple(_scaled(layer, factor) for layer in profile.layers),

@@ -75,6 +75,7 @@ def visit_plan(
     # On a GPU the peak is that of everything on the device.
     if forget_others or (memory and context.device.type == "cuda"):
         _forget(runners, [name for name in runners if name != key])
+        return_freed_memory()
     elif key not in runners and len(runners) >= _MAX_RUNNERS:
         _forget(runners, list(runners)[:1])
     if not runners:
@@ -119,7 +120,6 @@ def _forget(runners: "dict[str, PlanRunner]", keys: list[str]) -> None:
     for key in keys:
         del runners[key]
     gc.collect()
-    return_freed_memory()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
