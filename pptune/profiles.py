@@ -94,7 +94,7 @@ class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     one_way_s: float
     """From the sender's post to the receiver's completion when nothing else delays it: the time
-    within which the fastest tenth of the samples arrive."""
+    within which the fastest quarter of the samples arrive."""
     loaded_s: float | None = None
     """The same while every pair of neighbours sends at once."""
     samples_s: tuple[float, ...] = ()

@@ -128,7 +128,7 @@ def test_each_direction_has_its_own_bandwidth() -> None:
     for link in (shaped, free):
         assert link.latency_s == pytest.approx(5e-5, rel=0.05)
         assert link.receive_occupied_s == pytest.approx(3e-5)
-        assert link.send_occupied_s == pytest.approx(9.5e-6)
+        assert link.send_occupied_s == pytest.approx(1.05e-5)
         assert [point.num_bytes for point in link.points] == SIZES
         assert link.points[-1].loaded_s is None
 

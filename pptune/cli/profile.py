@@ -63,7 +63,6 @@ def profile(
     """Measure layer times, links, overheads and memory; write a profile."""
     from pptune.cli.output import say, show, show_json
     from pptune.presets import DEFAULT_MODEL, resolve_model
-    from pptune.views.profile import profile_sheets
 
     if list_models:
         from pptune.views.models import models_sheet
@@ -80,6 +79,7 @@ def profile(
     if import_file is not None:
         from pptune.importing import import_profile
         from pptune.profiles import save_profile
+        from pptune.views.profile import profile_sheets
 
         imported = import_profile(import_file, spec, dtype=dtype or "bfloat16", ranks=ranks)
         path = output or default_path(spec, "imported")
@@ -98,6 +98,8 @@ def profile(
     if form is Form.json:
         show_json(result)
     else:
+        from pptune.views.profile import profile_sheets
+
         show(*profile_sheets(result))
     say(f"wrote {path}", quiet=quiet)
 
@@ -132,7 +134,6 @@ def run_profile(
     from pptune.errors import FileError
     from pptune.files import check_writable
     from pptune.profiles import load_profile, save_profile
-    from pptune.profiling import Profiler, Request, Watch
     from pptune.runtime.launch import RankGroup, follow
     from pptune.runtime.world import detect_world
 
@@ -154,13 +155,10 @@ def run_profile(
                 previous = load_profile(path)
         except FileError as error:
             say(f"the earlier {path} is not used: {error}", quiet=quiet)
-    request = Request(
-        model=spec, dtype=kind, sizes=ints_or_none(sizes, "--micro-batch-sizes"),
-        recompute=recompute,  # type: ignore[arg-type]
-        budget_s=parse_seconds(budget, what="--budget"),
-        max_noise=parse_ratio(max_noise, what="--max-noise"), timeout_s=timeout_s,
-    )  # fmt: skip
-    if request.budget_s <= 0:
+    micro_batch_sizes = ints_or_none(sizes, "--micro-batch-sizes")
+    budget_s = parse_seconds(budget, what="--budget")
+    noise_ratio = parse_ratio(max_noise, what="--max-noise")
+    if budget_s <= 0:
         raise UsageError("--budget must be above zero, e.g. 75s")
     say(
         f"measuring {spec.name} ({kind}, {spec.seq_len} tokens) on {world.num_ranks} "
@@ -168,8 +166,17 @@ def run_profile(
     )  # fmt: skip
     with (
         Progress("profile", quiet=quiet) as progress,
-        RankGroup(world, timeout_s=timeout_s) as group,
+        # An earlier profile seldom leaves more to do than a look at the machine.
+        RankGroup(world, timeout_s=timeout_s, expects_pipelines=previous is None) as group,
     ):
+        group.start()
+        from pptune.profiling import Profiler, Request, Watch  # While the ranks start.
+
+        request = Request(
+            model=spec, dtype=kind, sizes=micro_batch_sizes,
+            recompute=recompute,  # type: ignore[arg-type]
+            budget_s=budget_s, max_noise=noise_ratio, timeout_s=timeout_s,
+        )  # fmt: skip
         watch = Watch(
             on_phase=lambda share, doing: progress.update(share, 1.0, doing),
             on_saved=lambda profile: save_profile(profile, path),

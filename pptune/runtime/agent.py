@@ -49,6 +49,7 @@ class Agent:
     world: World
     timeout_s: float
     session: int
+    expects_pipelines: bool = True
     children: dict[int, Child] = field(default_factory=dict)
     server: ForkServer | None = None
     """What starts them; it lives on when they are killed."""
@@ -57,7 +58,8 @@ class Agent:
         """Start one process per local rank. They join through the agents' control store; alone,
         through one that rank 0 serves on a socket of ours, so that its port is surely free."""
         if self.server is None:
-            self.server = ForkServer(self._environment(), _imports(self.world))
+            imports = _imports(self.world, expects_pipelines=self.expects_pipelines)
+            self.server = ForkServer(self._environment(), imports)
         if self.world.launcher != "alone":
             for local_rank, rank in enumerate(self.world.local_ranks):
                 self.children[rank] = self._start_child(rank, local_rank, epoch, self.world.port)
@@ -197,11 +199,11 @@ class Agent:
             self.server = None
 
 
-def _imports(world: World) -> tuple[str, ...]:
+def _imports(world: World, *, expects_pipelines: bool) -> tuple[str, ...]:
     """Modules that every rank needs and may have from the process it is forked from."""
     if world.device == "cuda":
         return ()
-    pipelines = ("pptune.runtime.pipeline",) if world.num_ranks > 1 else ()
+    pipelines = ("pptune.runtime.pipeline",) if expects_pipelines and world.num_ranks > 1 else ()
     return ("pptune.runtime.tasks", *pipelines)
 
 

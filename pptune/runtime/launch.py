@@ -48,14 +48,17 @@ class RankGroup:
         *,
         timeout_s: float,
         on_event: Callable[[Event], None] | None = None,
+        expects_pipelines: bool = True,
     ) -> None:
+        """`expects_pipelines`: whether plans will probably be run. Ranks are up sooner without, and
+        import what they need when they need it."""
         self.world = world
         self.timeout_s = timeout_s
         self.on_event = on_event or (lambda event: None)
         session = next(_sessions)
         self._store = None if world.launcher == "alone" else _open_store(world, timeout_s, session)
         """Through which the leader speaks with other agents, where there may be some."""
-        self._agent = Agent(world, timeout_s, session)
+        self._agent = Agent(world, timeout_s, session, expects_pipelines)
         self._number = 0
         self._epoch = 0
 
@@ -64,6 +67,12 @@ class RankGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Start the ranks and don't wait for them, so that what else there is to prepare runs
+        beside. Raises RuntimeFailure."""
+        if not self._agent.children:
+            self._agent.start(self._epoch)
 
     def run(
         self, task: str, arguments: dict[str, Any] | None = None, *, timeout_s: float | None = None
@@ -81,8 +90,7 @@ class RankGroup:
         }  # fmt: skip
         self._number += 1
         try:
-            if not self._agent.children:
-                self._agent.start(self._epoch)
+            self.start()
             if self._store is not None:
                 self._store.set(_key("command", command["number"]), json.dumps(command))
             self._agent.send(command)

@@ -36,8 +36,8 @@ ALLREDUCE_SIZES: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 24)
 
 _ALONE_SHARE, _LOADED_SHARE = 0.6, 0.25
 """Shares of the budget; the rest goes to all-reduce."""
-_MIN_BATCH, _MAX_BATCH = 2, 20
-_BATCH_SHARE = 0.02
+_MIN_BATCH, _MAX_BATCH = 2, 5
+_BATCH_SHARE = 0.005
 """Share of a link's budget that one size gets per round."""
 _MAX_SAMPLES = 200
 _MIN_SIZES = 2
@@ -95,7 +95,7 @@ def measure_links(
 
     Called by all ranks of the group with the same arguments but for `node`, the name of the node
     that the rank is on: links between ranks of different nodes are `inter`. One rank alone has no
-    links. A link's time is that within which the fastest tenth of its samples arrive: what it
+    links. A link's time is that within which the fastest quarter of its samples arrive: what it
     takes when nothing else on the machine delays it. What a busy receiver adds belongs to the
     runtime's overheads.
     """
@@ -130,12 +130,12 @@ def measure_links(
 
 
 def undelayed_s(samples_s: Sequence[float]) -> float:
-    """The time within which the fastest tenth arrive.
+    """The time within which the fastest quarter arrive.
 
     On a machine that does other work too most messages wait for a processor at one end or both;
     that wait is no property of the link.
     """
-    return float(np.quantile(samples_s, 0.1))
+    return float(np.quantile(samples_s, 0.25))
 
 
 def directed_pairs(num_ranks: int) -> list[Pair]:
