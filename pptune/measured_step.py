@@ -1,6 +1,8 @@
 """From what every rank recorded of a step to the step's time, split and timeline."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from pptune.estimate import Breakdown
@@ -35,6 +37,8 @@ class MeasuredStep:
     """By rank, in the order they ran."""
     waits: tuple[tuple[tuple[float, float], ...], ...] = ()
     """Intervals in which the runtime waited for messages, by rank; empty on CUDA."""
+    product_s: float | None = None
+    """The reference product just before and just after the step, the mean of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,11 @@ class Visit:
     steps: tuple[MeasuredStep, ...] = ()
     """The steps, with records where they were asked for."""
     peak_memory_bytes: tuple[int, ...] | None = None
-    products_s: tuple[float, ...] = ()
-    """Of all ranks, where reference products were asked for between the steps."""
+
+    @property
+    def products_s(self) -> tuple[float, ...]:
+        """The reference product around each step, where it was timed."""
+        return tuple(step.product_s for step in self.steps if step.product_s is not None)
 
 
 def join_ranks(answers: list[dict[str, Any]], nodes: list[str]) -> MeasuredStep:
@@ -76,8 +83,13 @@ def join_ranks(answers: list[dict[str, Any]], nodes: list[str]) -> MeasuredStep:
     return MeasuredStep(
         step_s=times[slowest], slowest_rank=slowest, rank_s=tuple(times),
         update_s=tuple(answer["update_s"] for answer in answers), actions=tuple(actions),
-        waits=tuple(waits),
+        waits=tuple(waits), product_s=_mean(answer.get("product_s") for answer in answers),
     )  # fmt: skip
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def producer_end_s(step: MeasuredStep, plan: Plan) -> dict[tuple[int, str, int], float]:

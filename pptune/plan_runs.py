@@ -68,10 +68,10 @@ def runner(
     dtype: str,
     timeout_s: float,
     stage_times: GetStageTimes | None = None,
-    products: int = 0,
+    with_product: bool = False,
 ) -> RunPlan:
-    """Runs each plan on as many ranks as it takes, with so many reference products after each
-    step."""
+    """Runs each plan on as many ranks as it takes, with the reference product around each step
+    where that is asked for."""
     visitors: dict[int, PlanVisitor] = {}
 
     def run(plan: Plan, *, steps: int, memory: bool) -> Visit:
@@ -83,19 +83,17 @@ def runner(
                 dtype=dtype,
                 timeout_s=timeout_s,
                 stage_times=stage_times,
-                products=products,
+                with_product=with_product,
             )
         return visitors[num_ranks](plan, steps=steps, memory=memory)
 
     return run
 
 
-def runner_on(
-    group: RankGroup, model: ModelSpec, *, dtype: str, timeout_s: float, products: int = 0
-) -> RunPlan:
-    """Runs each plan for real on one group that has been started, with so many reference products
-    after each step."""
-    return PlanVisitor(group, model, dtype=dtype, timeout_s=timeout_s, products=products)
+def runner_on(group: RankGroup, model: ModelSpec, *, dtype: str, timeout_s: float) -> RunPlan:
+    """Runs each plan for real on one group that has been started, with the reference product around
+    each step."""
+    return PlanVisitor(group, model, dtype=dtype, timeout_s=timeout_s, with_product=True)
 
 
 def replayed_times(profile: Profile) -> GetStageTimes:

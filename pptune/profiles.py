@@ -174,7 +174,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     seconds: float
     samples_s: tuple[float, ...] = ()
-    """In the order they were taken, rank by rank within a round."""
+    """In the order they were taken."""
 
 
 class Profile(Document, frozen=True, kw_only=True):

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from pptune.calibration import apply_calibration, calibration_plans, run_calibration
 from pptune.errors import UsageError
-from pptune.measured_step import Visit
 from pptune.measurement import Measurement
 from pptune.model import ModelSpec
-from pptune.plan import Plan
 from pptune.plan_runs import runner_on
 from pptune.profiles import (
     AllreducePoint,
@@ -38,15 +37,15 @@ DEFAULT_SIZES: dict[str, tuple[int, ...]] = {
 }
 """Micro-batch sizes where none are asked for; those that don't fit are noted and left out."""
 
-_LAYER_SHARE, _LINK_SHARE = 0.35, 0.15
+_LAYER_SHARE, _LINK_SHARE = 0.4, 0.12
 """Shares of the budget; the rest goes to the calibration runs."""
 
-_SPOT_SAMPLES, _STEP_SAMPLES = 40, 2
-"""Reference products per rank: to see whether the machine has changed, and after each step of a
-calibrating run."""
+_SPOT_SAMPLES = 8
+"""Of the reference product on each rank, to see whether the machine has changed."""
 
-_CHANGED_RATIO = 0.1
-"""A reference product that differs by more than this means that the machine has changed."""
+_CHANGED_RATIO, _USUAL_SHARE = 0.1, 0.95
+"""The machine has changed where its reference product differs by more than this ratio and lies
+outside this share of what it took, moment by moment, while the profile was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +163,10 @@ class Profiler:
         """Warn where the machine is no longer as fast as when the profile was measured."""
         if profile.reference is None:
             return
-        now = Measurement(samples_s=self._reference_samples_s(_SPOT_SAMPLES)).centre_s
-        change = now / profile.reference.seconds - 1
-        if abs(change) > _CHANGED_RATIO:
-            self.watch.on_note(
-                f"warning: the machine changed: the reference product now takes "
-                f"{format_ratio(change, sign=True)} of its time when this was measured; profile "
-                "again with --no-cache"
-            )
+        now_s = Measurement(samples_s=self._reference_samples_s(_SPOT_SAMPLES)).centre_s
+        warning = changed_warning(now_s, profile.reference)
+        if warning is not None:
+            self.watch.on_note(f"warning: {warning}")
 
     def _reference_samples_s(self, num_samples: int) -> tuple[float, ...]:
         """Seconds of the reference product, that many times on every rank."""
@@ -227,32 +222,38 @@ class Profiler:
                 f"{profile.model.num_layers} layers cannot be spread over {profile.num_ranks} "
                 "ranks; use fewer ranks"
             )
-        visit = runner_on(self.group, profile.model, dtype=profile.dtype,
-                          timeout_s=self.request.timeout_s, products=_STEP_SAMPLES)  # fmt: skip
-        references_s: list[float] = []
-
-        def run(plan: Plan, *, steps: int, memory: bool) -> Visit:
-            done = visit(plan, steps=steps, memory=memory)
-            references_s.extend(done.products_s)
-            return done
-
         runs = run_calibration(
             plans,
-            run,
+            runner_on(
+                self.group, profile.model, dtype=profile.dtype, timeout_s=self.request.timeout_s
+            ),
             budget_s=self.request.budget_s * (1 - _LAYER_SHARE - _LINK_SHARE),
             on_visit=lambda share, plan: self.watch.on_phase(
                 begin + (0.98 - begin) * share, f"calibrating {plan.label}"
             ),
         )
-        profile = apply_calibration(profile, runs)
-        assert profile.reference is not None
-        # Layer times are those of the runs now, and so is the machine's speed that goes with them.
-        reference = msgspec.structs.replace(
-            profile.reference,
-            seconds=Measurement(samples_s=tuple(references_s)).centre_s,
-            samples_s=tuple(references_s),
-        )
-        return msgspec.structs.replace(profile, reference=reference)
+        return apply_calibration(profile, runs)
+
+
+def changed_warning(now_s: float, reference: Reference) -> str | None:
+    """That the machine's speed has changed since a profile, or None.
+
+    `now_s` is what the profile's reference product takes now. What it also took in some moments of
+    the profile is the machine's own unrest.
+    """
+    change = now_s / reference.seconds - 1
+    if abs(change) <= _CHANGED_RATIO:
+        return None
+    outside = (1 - _USUAL_SHARE) / 2
+    samples_s = reference.samples_s or (reference.seconds,)
+    low_s, high_s = np.quantile(samples_s, [outside, 1 - outside])
+    if low_s <= now_s <= high_s:
+        return None
+    return (
+        "the machine changed: the reference product now takes "
+        f"{format_ratio(change, sign=True)} of its time when this was measured; profile again with "
+        "--no-cache"
+    )
 
 
 def _merged(profile: Profile, answer: dict[str, Any]) -> Profile:

@@ -1,5 +1,6 @@
 """Calibration gives back the overheads of a machine that was made up, from steps it plays."""
 
+import dataclasses
 import itertools
 import math
 
@@ -19,7 +20,7 @@ from pptune.cost_model import CostModel, Setting
 from pptune.executors import Executor
 from pptune.measured_step import MeasuredAction, MeasuredStep, Visit
 from pptune.plan import Plan, make_plan
-from pptune.profiles import LayerPoint, Overhead, Profile, StepConstants
+from pptune.profiles import LayerPoint, Overhead, Profile, Reference, StepConstants
 from pptune.schedules.action import Work
 from pptune.targets import illegal, parse_target
 from tests.synthetic import synthetic_profile, uniform_link
@@ -159,7 +160,38 @@ def test_a_size_that_ran_while_the_machine_was_slow_gets_no_factor_of_its_own() 
         for after, point in zip(scaled.points, before.points, strict=True)
     ]
     assert factors == pytest.approx([factors[0]] * 4)
-    assert 1.0 < factors[0] < 1.15
+    assert 1.0 <= factors[0] < 1.15
+
+
+@pytest.mark.parametrize("slow_share", [0.2, 0.7])
+def test_layers_compare_with_the_reference_product_however_long_the_machine_was_slow(
+    slow_share: float,
+) -> None:
+    known = msgspec.structs.replace(
+        bare(machine()), reference=Reference(matrix_size=640, dtype="float32", seconds=77.0)
+    )
+    fast, slow = CostModel(machine(1.2), SETTING), CostModel(machine(1.2 * 1.4), SETTING)
+    runs, steps = [], 0
+    for plan in calibration_plans(known, 2):
+        own = []
+        for _ in range(10):
+            steps += 1
+            is_slow = steps % 10 < 10 * slow_share
+            step = played(plan, slow if is_slow else fast)
+            own.append(dataclasses.replace(step, product_s=14e-3 if is_slow else 10e-3))
+        runs.append(CalibrationRun(plan=plan, steps=tuple(own)))
+    found = in_pipeline(known, runs)
+    block, wanted = found.layer("block"), machine(1.2).layer("block")
+    assert block is not None
+    assert wanted is not None
+    assert found.reference is not None
+    assert found.reference.seconds == pytest.approx((10 + 4 * slow_share) * 1e-3, rel=0.05)
+    for point, expected in zip(block.points, wanted.points, strict=True):
+        assert point.forward_s is not None
+        assert expected.forward_s is not None
+        assert point.forward_s / found.reference.seconds == pytest.approx(
+            expected.forward_s / 10e-3, rel=1e-6
+        )
 
 
 def test_plans_that_calibrated_are_named_legal_and_avoid_those_to_be_judged() -> None:

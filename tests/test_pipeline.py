@@ -389,6 +389,15 @@ def test_ranks_of_one_node_share_a_clock_and_others_start_together() -> None:
     assert apart.actions[1][0].start_s == 4.0
 
 
+def test_the_reference_product_around_a_step_is_the_mean_of_its_ranks() -> None:
+    answers = [
+        {**row.answer(), "product_s": seconds}
+        for row, seconds in zip(BY_HAND, (1.0, 2.0), strict=True)
+    ]
+    assert join_ranks(answers, ["a", "a"]).product_s == 1.5
+    assert hand_step(["a", "a"]).product_s is None
+
+
 def test_a_step_without_records_has_no_split() -> None:
     bare = [{"start_s": 0.0, "step_s": 1.0, "update_s": 0.1} for _ in range(2)]
     assert breakdown(join_ranks(bare, ["a", "a"]), HAND_PLAN) is None

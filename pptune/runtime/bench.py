@@ -9,7 +9,7 @@ from pptune.model import ModelSpec
 from pptune.runtime import headroom, models
 from pptune.runtime.chunks import Chunk, can_split_backward
 from pptune.runtime.clock import clock_for
-from pptune.runtime.layer_points import EMPTY, KINDS, Key, Kind, KindSizes
+from pptune.runtime.layer_points import EMPTY, KINDS, Kind, KindSizes, Lap
 
 _STACK_BLOCKS = {"cpu": 2, "cuda": 4}
 """Blocks in the timed stack. Per second spent, two tell as much as more do; on CUDA more hide the
@@ -131,12 +131,12 @@ class Bench:
             self.spec, size, self.units["block"], self.dtype.itemsize
         )
 
-    def draw(self, kind: str, size: int) -> dict[Key, tuple[float, ...]]:
+    def draw(self, kind: str, size: int) -> list[Lap]:
         """Time one pass of a chunk."""
-        seconds = self._chunks[kind, size].sample(
+        laps = self._chunks[kind, size].sample(
             self._clock, split=self.splits and kind != "embedding"
         )
-        return {(kind, size, phase): values for phase, values in seconds.items()}
+        return [((kind, size, phase), seconds) for phase, seconds in laps]
 
     def zero_gradients(self) -> None:
         """Set accumulated gradients to 0 in place, so that they stay accumulated and finite."""

@@ -6,7 +6,7 @@ a `PipelineStage` that goes through `forward_one_chunk` and `backward_one_chunk`
 only the messages are missing, its buffers are filled beforehand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -89,22 +89,18 @@ class Chunk:
         self.stage.backward_state.clear()
         self.stage.dw_runner.clear()
 
-    def sample(self, clock: Clock, *, split: bool) -> dict[Phase, tuple[float, ...]]:
-        """Seconds of each phase: of one full pass, and with `split` of one more in two parts."""
+    def sample(self, clock: Clock, *, split: bool) -> list[tuple[Phase, float]]:
+        """Seconds of each phase as they ran: one full pass, and with `split` one in two parts."""
         try:
             self.reset()
-            forward, backward = clock.laps(self.forward, self.backward)
-            seconds: dict[Phase, tuple[float, ...]] = {
-                "forward": (forward,), "backward": (backward,)
-            }  # fmt: skip
+            laps = _named(("forward", "backward"), clock.laps(self.forward, self.backward))
             if split:
                 self.reset()
-                again, input_s, weight_s = clock.laps(
-                    self.forward, self.backward_input, self.backward_weight
+                laps += _named(
+                    ("forward", "backward_input", "backward_weight"),
+                    clock.laps(self.forward, self.backward_input, self.backward_weight),
                 )
-                seconds["forward"] = (forward, again)
-                seconds |= {"backward_input": (input_s,), "backward_weight": (weight_s,)}
-            return seconds
+            return laps
         finally:
             # Also when memory ran out: what was kept so far must not stand in the next one's way.
             self.reset()
@@ -132,6 +128,10 @@ class Chunk:
         self.backward()
         self.reset()
         return sum(saved.values())
+
+
+def _named(phases: Sequence[Phase], seconds: Sequence[float]) -> list[tuple[Phase, float]]:
+    return list(zip(phases, seconds, strict=True))
 
 
 def can_split_backward(chunk: Chunk) -> bool:

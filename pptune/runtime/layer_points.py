@@ -21,6 +21,7 @@ from pptune.measurement import (
     unsettled_warning,
 )
 from pptune.profiles import Layer, LayerPoint
+from pptune.runtime.speed import at_mean_speed
 
 Kind = Literal["embedding", "block", "head"]
 KINDS: tuple[Kind, ...] = ("embedding", "block", "head")
@@ -29,6 +30,9 @@ EMPTY = "empty"
 
 Key = tuple[str, int, str]
 """(kind of chunk, micro-batch size, phase)."""
+
+Lap = tuple[Key, float]
+"""What was timed, and its seconds."""
 
 _MAX_SAMPLES = 400
 """Samples of one phase that a profile keeps, spread evenly over the run."""
@@ -52,13 +56,24 @@ class ChunkSamples:
     """Seconds of every chunk, size and phase, kept apart by rank."""
 
     by_rank: dict[Key, list[list[float]]] = field(default_factory=dict)
+    """At the machine's mean speed (speed.py)."""
+    _numbers: dict[Key, int] = field(default_factory=dict)
+    _laps: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """What each rank timed, by its number in `_numbers`, and the seconds, in the order they ran."""
 
-    def add_round(self, gathered: Sequence[Mapping[Key, Sequence[float]]]) -> None:
-        """Add what each rank measured in one round."""
-        for rank, samples in enumerate(gathered):
-            for key, seconds in samples.items():
-                ranks = self.by_rank.setdefault(key, [[] for _ in gathered])
-                ranks[rank].extend(seconds)
+    def add_round(self, gathered: Sequence[Sequence[Lap]]) -> None:
+        """Add what each rank measured in one round, in the order in which it did."""
+        self._laps = self._laps or [([], []) for _ in gathered]
+        for (numbers, seconds), laps in zip(self._laps, gathered, strict=True):
+            for key, lap_s in laps:
+                numbers.append(self._numbers.setdefault(key, len(self._numbers)))
+                seconds.append(lap_s)
+        kinds = [np.array(numbers) for numbers, _ in self._laps]
+        steady_s = at_mean_speed(kinds, [np.array(seconds) for _, seconds in self._laps])
+        self.by_rank = {
+            key: [own_s[own == number].tolist() for own, own_s in zip(kinds, steady_s, strict=True)]
+            for key, number in self._numbers.items()
+        }
 
     def get(self, kind: str, size: int, phase: str) -> Measurement | None:
         """All ranks' samples together, or None without any."""

@@ -33,7 +33,7 @@ from pptune.runtime.exchange import gather_objects, ranks_on_this_host
 from pptune.runtime.layer_points import (
     KINDS,
     ChunkSamples,
-    Key,
+    Lap,
     layers_of,
     noise_ratio,
     sample_warnings,
@@ -43,7 +43,7 @@ from pptune.runtime.reference import ReferenceProduct
 from pptune.runtime.update import measure_update
 from pptune.units import format_bytes
 
-_REFERENCES_PER_ROUND = 6
+_REFERENCES_PER_ROUND = 3
 
 _MAX_DRAWS = 10
 """How often a chunk is timed in one round at most."""
@@ -209,8 +209,7 @@ class _Run:
         started = time.monotonic()
         while not costs_s or time.monotonic() - started < at_least_s:
             for kind, size in self.draws:
-                drawn = self._draw(kind, size, failed)
-                costs_s[kind, size] = sum(map(sum, drawn.values()))
+                costs_s[kind, size] = sum(seconds for _, seconds in self._draw(kind, size, failed))
         ranks = gather_objects((costs_s, failed))
         self._drop({size for _, sizes in ranks for size in sizes})
         slowest_s = {key: max(costs[key] for costs, _ in ranks) for key in self.draws}
@@ -230,24 +229,23 @@ class _Run:
         # heads at once would share what memory bandwidth one has to itself there.
         random.Random(f"{seed} {self.num_rounds} {dist.get_rank()}").shuffle(order)
         every = max(1, len(order) // _REFERENCES_PER_ROUND)
-        found: dict[Key, list[float]] = {}
+        laps: list[Lap] = []
         references_s: list[float] = []
         failed: set[int] = set()
         for place, (kind, size) in enumerate(order):
             if place % every == 0:
                 references_s.append(self.product.sample())
-            for key, seconds in self._draw(kind, size, failed).items():
-                found.setdefault(key, []).extend(seconds)
+            laps += self._draw(kind, size, failed)
         self.bench.zero_gradients()
         gc.collect()
         load = load_now().since(self._load_before)
-        answer = (found, references_s, failed, load, time.monotonic() - started)
+        answer = (laps, references_s, failed, load, time.monotonic() - started)
         return self._share(gather_objects(answer))
 
-    def _draw(self, kind: str, size: int, failed: set[int]) -> dict[Key, tuple[float, ...]]:
+    def _draw(self, kind: str, size: int, failed: set[int]) -> list[Lap]:
         """Time a chunk once; a size that runs out of memory joins `failed` and gives nothing."""
         if size in failed:
-            return {}
+            return []
         self.doing(f"timing {kind} at b={size}")
         try:
             return self.bench.draw(kind, size)
@@ -255,11 +253,11 @@ class _Run:
             if not headroom.is_out_of_memory(error):
                 raise
             failed.add(size)
-            return {}
+            return []
 
     def _share(self, gathered: list[Any]) -> float:
-        found, references_s, failed, loads, spent_s = zip(*gathered, strict=True)
-        self.samples.add_round(found)
+        laps, references_s, failed, loads, spent_s = zip(*gathered, strict=True)
+        self.samples.add_round(laps)
         self.references_s += [value for rank in references_s for value in rank]
         self.loads = list(loads)
         self.num_rounds += 1

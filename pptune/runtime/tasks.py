@@ -59,13 +59,13 @@ def visit_plan(
     record: bool,
     memory: bool,
     forget_others: bool,
-    products: int,
+    with_product: bool,
 ) -> dict[str, Any]:
     """Run a plan's untimed and timed steps; the runner stays for the next visit.
 
-    Returns `steps` (see PlanRunner.timed_step), `products_s` of that many reference products after
-    each step, `peak_memory_bytes` or null, and `free_memory_ratio`, from which the leader decides
-    for all ranks alike when to forget runners.
+    Returns `steps` (see PlanRunner.timed_step), each `with_product` with the `product_s` of the
+    reference product just before and after it, `peak_memory_bytes` or null, and
+    `free_memory_ratio`, from which the leader decides for all ranks alike when to forget runners.
     """
     from pptune.runtime.pipeline import PlanRunner
 
@@ -90,26 +90,26 @@ def visit_plan(
             boundary_bytes=boundary_bytes,
         )  # fmt: skip
     runner = runners[key]
-    product = ReferenceProduct(context.device) if products else None
-    if product is not None:
-        product.sample()  # Its memory is new to the first.
+    product = ReferenceProduct(context.device) if with_product else None
     gc.collect()
     # A collection in the middle of a step would be charged to whichever action it interrupts.
     gc.disable()
     try:
-        timed, products_s = [], []
-        for number in range(warmup_steps + steps):
-            if number < warmup_steps:
-                runner.step()
-            else:
-                timed.append(runner.timed_step(record=record))
+        for _ in range(warmup_steps):
+            runner.step()
+        timed = []
+        before_s = 0.0 if product is None else product.sample()
+        for _ in range(steps):
+            timed.append(runner.timed_step(record=record))
             if product is not None:
-                products_s += [product.sample() for _ in range(products)]
+                after_s = product.sample()
+                timed[-1]["product_s"] = (before_s + after_s) / 2
+                before_s = after_s
     finally:
         gc.enable()
+    product = None  # Its memory is none of the plan's.
     return {
         "steps": timed,
-        "products_s": products_s,
         "node": context.node,
         "peak_memory_bytes": runner.peak_memory_bytes() if memory else None,
         "free_memory_ratio": free_memory_ratio(context),
@@ -175,8 +175,6 @@ def time_reference(context: RankContext, *, num_samples: int) -> list[float]:
     """Seconds of the reference product, on all ranks at once: is the machine what it was?"""
     product = ReferenceProduct(context.device)
     dist.barrier()
-    for _ in range(1 + num_samples // 4):
-        product.sample()
     return [product.sample() for _ in range(num_samples)]
 
 

@@ -32,7 +32,7 @@ class PlanVisitor:
         stage_times: Callable[[Plan], tuple[Sequence[WaitTimes], int]] | None = None,
         warmup_steps: int = 1,
         record: bool = True,
-        products: int = 0,
+        with_product: bool = False,
     ) -> None:
         self.group = group
         self.model = model
@@ -41,8 +41,8 @@ class PlanVisitor:
         self.stage_times = stage_times
         self.warmup_steps = warmup_steps
         self.record = record
-        self.products = products
-        """Reference products after each step."""
+        self.with_product = with_product
+        """Whether the reference product is timed around each step."""
         self._memory_is_short = False
 
     def __call__(self, plan: Plan, *, steps: int, memory: bool) -> Visit:
@@ -58,7 +58,7 @@ class PlanVisitor:
                 "dtype": self.dtype, "stage_times": times, "boundary_bytes": boundary_bytes,
                 "warmup_steps": self.warmup_steps, "steps": steps, "record": self.record,
                 "memory": memory and times is None, "forget_others": self._memory_is_short,
-                "products": self.products,
+                "with_product": self.with_product,
             },
             timeout_s=self.timeout_s,
         )  # fmt: skip
@@ -76,7 +76,6 @@ class PlanVisitor:
             samples_s=tuple(step.step_s for step in joined),
             steps=tuple(joined) if self.record else (),
             peak_memory_bytes=None if None in peaks else tuple(peaks),
-            products_s=tuple(seconds for each in answers for seconds in each["products_s"]),
         )
 
 

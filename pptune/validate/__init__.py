@@ -38,8 +38,6 @@ _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
 """For the runs that measure a replay's overheads."""
 
-_PRODUCTS = 2
-"""Reference products after each step."""
 
 _CHANGED_RATIO = 0.03
 """A machine whose speed differs by more from when it was profiled is said to have changed."""
@@ -110,7 +108,7 @@ def validate(
         else:
             run = runner(
                 ranks, plans.model, dtype=plans.dtype, timeout_s=request.timeout_s,
-                products=_PRODUCTS,
+                with_product=True,
             )  # fmt: skip
         products_s: list[float] = []
 
