@@ -47,6 +47,14 @@ def profile(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", show_default=False, help="Measure everything anew.")
     ] = False,
+    probe_p2p: Annotated[
+        bool,
+        typer.Option(
+            "--probe-p2p",
+            show_default=False,
+            help="Also time the links with NCCL's GPU-to-GPU copies off (or on).",
+        ),
+    ] = False,
     import_file: Annotated[
         Path | None, typer.Option("--import", help="CSV with a trainer's own layer times.")
     ] = None,
@@ -90,7 +98,7 @@ def profile(
     finished = run_profile(
         spec, ranks=ranks, sizes=micro_batch_sizes, dtype=dtype, device=device,
         recompute=recompute, budget=budget, max_noise=max_noise, timeout=timeout,
-        use_cache=not no_cache, output=output, quiet=quiet,
+        use_cache=not no_cache, output=output, quiet=quiet, probe_p2p=probe_p2p,
     )  # fmt: skip
     if finished is None:
         return
@@ -128,6 +136,7 @@ def run_profile(
     use_cache: bool,
     output: Path | None,
     quiet: bool,
+    probe_p2p: bool = False,
 ) -> "tuple[Profile, Path] | None":
     """Measure and write a profile; None on agents other than the leader."""
     from pptune.cli.output import Progress, say, warnings_as_lines
@@ -135,16 +144,26 @@ def run_profile(
     from pptune.files import check_writable
     from pptune.profiles import load_profile, save_profile
     from pptune.runtime.launch import RankGroup, follow
+    from pptune.runtime.p2p_probe import check_probe, links_with_other_setting, with_probe
     from pptune.runtime.world import detect_world
 
     one_of(recompute, ("none", "full"), "--recompute")
     at_least_one(ranks=ranks)
     timeout_s = parse_seconds(timeout, what="--timeout")
+    micro_batch_sizes = ints_or_none(sizes, "--micro-batch-sizes")
+    budget_s = parse_seconds(budget, what="--budget")
+    noise_ratio = parse_ratio(max_noise, what="--max-noise")
+    if budget_s <= 0:
+        raise UsageError("--budget must be above zero, e.g. 75s")
     world = detect_world(ranks, device)
     kind = dtype or ("bfloat16" if world.device == "cuda" else "float32")
     one_of(kind, DTYPES, "--dtype")
+    if probe_p2p:
+        check_probe(world)
     if not world.is_leader:
         follow(world, timeout_s=timeout_s)
+        if probe_p2p:
+            links_with_other_setting(world, max_noise=noise_ratio, timeout_s=timeout_s)
         return None
     path = output or default_path(spec, world.device)
     check_writable(path)
@@ -155,11 +174,6 @@ def run_profile(
                 previous = load_profile(path)
         except FileError as error:
             say(f"the earlier {path} is not used: {error}", quiet=quiet)
-    micro_batch_sizes = ints_or_none(sizes, "--micro-batch-sizes")
-    budget_s = parse_seconds(budget, what="--budget")
-    noise_ratio = parse_ratio(max_noise, what="--max-noise")
-    if budget_s <= 0:
-        raise UsageError("--budget must be above zero, e.g. 75s")
     say(
         f"measuring {spec.name} ({kind}, {spec.seq_len} tokens) on {world.num_ranks} "
         f"{world.device} ranks", quiet=quiet,
@@ -183,6 +197,11 @@ def run_profile(
             on_note=lambda text: say(text, quiet=quiet),
         )
         result = Profiler(group, request, watch).profile(previous)
+    if probe_p2p:
+        say("timing the links with the other NCCL_P2P_DISABLE", quiet=quiet)
+        other = links_with_other_setting(world, max_noise=noise_ratio, timeout_s=timeout_s)
+        result = with_probe(result, other)
+        save_profile(result, path)
     return result, path
 
 
