@@ -79,6 +79,16 @@ def test_a_clock_too_coarse_breaks_nothing(seconds: list[float]) -> None:
     assert found.sum() == pytest.approx(sum(seconds))
 
 
+def test_a_rank_whose_memory_ran_out_has_no_laps() -> None:
+    none: tuple[list[int], list[float]] = ([], [])
+    for ranks in ([none, none], [none, ([0, 0], [0.01, 0.02])]):
+        found = at_mean_speed(
+            [np.array(kinds, dtype=np.intp) for kinds, _ in ranks],
+            [np.array(seconds) for _, seconds in ranks],
+        )
+        assert [each.tolist() for each in found] == [seconds for _, seconds in ranks]
+
+
 def test_a_lap_alone_is_what_it_is() -> None:
     (found,) = at_mean_speed([np.array([0])], [np.array([0.01])])
     assert found.tolist() == [0.01]

@@ -68,7 +68,7 @@ class ChunkSamples:
             for key, lap_s in laps:
                 numbers.append(self._numbers.setdefault(key, len(self._numbers)))
                 seconds.append(lap_s)
-        kinds = [np.array(numbers) for numbers, _ in self._laps]
+        kinds = [np.array(numbers, dtype=np.intp) for numbers, _ in self._laps]
         steady_s = at_mean_speed(kinds, [np.array(seconds) for _, seconds in self._laps])
         self.by_rank = {
             key: [own_s[own == number].tolist() for own, own_s in zip(kinds, steady_s, strict=True)]

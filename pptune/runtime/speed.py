@@ -36,6 +36,8 @@ def at_mean_speed(kinds: Sequence[Ints], seconds: Sequence[Floats]) -> list[Floa
     """
     all_kinds = np.concatenate(kinds)
     steady_s = list(seconds)
+    if not len(all_kinds):
+        return steady_s
     for _ in range(_PASSES):
         typical_s = _typical(all_kinds, np.concatenate(steady_s))
         usual_s = [typical_s[each] for each in kinds]
@@ -65,6 +67,8 @@ def _counted(measured_s: Floats, usual_s: Floats) -> Floats:
 
 def _slowness_around(measured_s: Floats, usual_s: Floats) -> Floats:
     """What the laps around each one took over what they usually take; 1 where there are none."""
+    if not len(measured_s):
+        return measured_s
     ends_s = np.cumsum(measured_s)
     begins_s = ends_s - measured_s
     counted_s = _counted(measured_s, usual_s)
