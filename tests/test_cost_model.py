@@ -219,6 +219,20 @@ def test_hops_cross_nodes_where_the_ranks_nodes_differ_the_wrap_around_included(
     np.testing.assert_allclose(hops.latency_s, [1] * 7)
 
 
+def test_what_more_ranks_than_measured_take_is_said() -> None:
+    links = [uniform_link(1.0), replace(uniform_link(10.0, scope="inter"), source="given")]
+    profile = synthetic_profile(num_layers=8, links=links, ranks_per_node=2)
+    profile = replace(profile, num_ranks=2)
+    more = plan(4, 2, 4, num_layers=8)
+    assert estimate(profile, more, IDEAL).assumptions[:2] == (
+        f"2 of 3 hops stay within a node: each takes the median {links[0].source} link of the "
+        "profile's 2 ranks",
+        "hops 1 -> 2 cross nodes: each takes the median given inter link",
+    )
+    as_measured = estimate(profile, plan(2, 2, 4, num_layers=8), IDEAL)
+    assert not any("hops" in text for text in as_measured.assumptions)
+
+
 def test_a_given_link_replaces_the_measured_ones_of_its_scope() -> None:
     profile = synthetic_profile(num_layers=8, links=[uniform_link(1.0)], ranks_per_node=1)
     given_link = replace(uniform_link(7.0, scope="inter"), source="given")

@@ -57,6 +57,7 @@ base  1f1b         1  2  4  -  4x4      110.0    1.000x   12.5%    4.400     5.5
 * Speed-up is over the baseline (base), 1f1b P4 V1 b2 M4.
 * bubble: idle / total time over all ranks; exposed, overhead: of the slowest rank; memory: peak of the fullest rank;
   layers: blocks per stage, 2x8 is 2 on each of 8.
+* Assumed: links are equal.
 * warning: machine [busy]"""  # noqa: E501
     )
 

@@ -93,6 +93,7 @@ def surroundings(
         num_bytes=message,
         wake_s=0.0 if overhead is None else overhead.hop_s,
     )
+    assumptions += links.assumptions(plan.num_ranks)
     per_layer, parameter_bytes = layer_seconds(times), layer_parameter_bytes(profile)
     if parameter_bytes is not None:
         per_layer = np.concatenate([per_layer, parameter_bytes])

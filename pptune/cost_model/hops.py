@@ -17,6 +17,8 @@ from pptune.profiles import Link, Profile, Source, weakest
 from pptune.schedules.placement import Placement, rank_of_stages
 from pptune.simulator import Hops
 
+_MAX_NAMED_HOPS = 8
+
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -82,6 +84,27 @@ class Links:
                 source,
             )
         return self._hops[key]
+
+    def assumptions(self, num_ranks: int) -> list[str]:
+        """What is taken for the hops between neighbours of more ranks than were measured."""
+        if num_ranks <= self._num_ranks:
+            return []
+        hops = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+        inter = [f"{a} -> {b}" for a, b in hops if self.scope(a, b) == "inter"]
+        texts = []
+        if len(inter) < len(hops):
+            source = self._median("intra", *hops[0]).source
+            texts.append(
+                f"{len(hops) - len(inter)} of {len(hops)} hops stay within a node: each takes the "
+                f"median {source} link of the profile's {self._num_ranks} ranks"
+            )
+        if inter:
+            source = self._median("inter", *hops[0]).source
+            shown = ", ".join(inter[:_MAX_NAMED_HOPS]) + (
+                f" and {len(inter) - _MAX_NAMED_HOPS} more" if len(inter) > _MAX_NAMED_HOPS else ""
+            )
+            texts.append(f"hops {shown} cross nodes: each takes the median {source} inter link")
+        return texts
 
     def _route(
         self, num_ranks: int, num_chunks: int, placement: Placement

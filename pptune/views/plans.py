@@ -260,6 +260,8 @@ def _ranking_notes(plans: PlansFile) -> list[str]:
         "bubble: idle / total time over all ranks; exposed, overhead: of the slowest rank; "
         "memory: peak of the fullest rank; layers: blocks per stage, 2x8 is 2 on each of 8."
     )
+    if plans.candidates:
+        notes += [f"Assumed: {text}." for text in plans.candidates[0].estimate.assumptions]
     notes += [f"warning: {text}" for text in plans.warnings]
     return notes
 
