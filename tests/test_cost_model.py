@@ -225,8 +225,8 @@ def test_what_more_ranks_than_measured_take_is_said() -> None:
     profile = replace(profile, num_ranks=2)
     more = plan(4, 2, 4, num_layers=8)
     assert estimate(profile, more, IDEAL).assumptions[:2] == (
-        f"2 of 3 hops stay within a node: each takes the median {links[0].source} link of the "
-        "profile's 2 ranks",
+        "hops 0 -> 1, 2 -> 3 stay within a node: each takes the median "
+        f"{links[0].source} intra link",
         "hops 1 -> 2 cross nodes: each takes the median given inter link",
     )
     as_measured = estimate(profile, plan(2, 2, 4, num_layers=8), IDEAL)

@@ -200,7 +200,8 @@ def run_profile(
     if probe_p2p:
         say("timing the links with the other NCCL_P2P_DISABLE", quiet=quiet)
         other = links_with_other_setting(world, max_noise=noise_ratio, timeout_s=timeout_s)
-        result = with_probe(result, other)
+        result, text = with_probe(result, other)
+        say(text, quiet=quiet)
         save_profile(result, path)
     return result, path
 

@@ -19,6 +19,11 @@ from pptune.simulator import Hops
 
 _MAX_NAMED_HOPS = 8
 
+_SCOPES: tuple[tuple[Literal["intra", "inter"], str], ...] = (
+    ("intra", "stay within a node"),
+    ("inter", "cross nodes"),
+)
+
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -90,20 +95,14 @@ class Links:
         if num_ranks <= self._num_ranks:
             return []
         hops = [(rank, rank + 1) for rank in range(num_ranks - 1)]
-        inter = [f"{a} -> {b}" for a, b in hops if self.scope(a, b) == "inter"]
         texts = []
-        if len(inter) < len(hops):
-            source = self._median("intra", *hops[0]).source
-            texts.append(
-                f"{len(hops) - len(inter)} of {len(hops)} hops stay within a node: each takes the "
-                f"median {source} link of the profile's {self._num_ranks} ranks"
-            )
-        if inter:
-            source = self._median("inter", *hops[0]).source
-            shown = ", ".join(inter[:_MAX_NAMED_HOPS]) + (
-                f" and {len(inter) - _MAX_NAMED_HOPS} more" if len(inter) > _MAX_NAMED_HOPS else ""
-            )
-            texts.append(f"hops {shown} cross nodes: each takes the median {source} inter link")
+        for scope, where in _SCOPES:
+            own = [f"{a} -> {b}" for a, b in hops if self.scope(a, b) == scope]
+            if own:
+                more = len(own) - _MAX_NAMED_HOPS
+                shown = ", ".join(own[:_MAX_NAMED_HOPS]) + (f" and {more} more" if more > 0 else "")
+                source = self._median(scope, *hops[0]).source
+                texts.append(f"hops {shown} {where}: each takes the median {source} {scope} link")
         return texts
 
     def _route(

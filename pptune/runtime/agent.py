@@ -50,6 +50,7 @@ class Agent:
     timeout_s: float
     session: int
     expects_pipelines: bool = True
+    """Whether ranks get torch's pipelines from the process they are forked from."""
     children: dict[int, Child] = field(default_factory=dict)
     server: ForkServer | None = None
     """What starts them; it lives on when they are killed."""

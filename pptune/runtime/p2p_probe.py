@@ -52,13 +52,16 @@ def links_with_other_setting(
         return msgspec.convert(answer["links"], tuple[Link, ...])
 
 
-def with_probe(profile: Profile, other: Sequence[Link]) -> Profile:
-    """The profile with a remark on how its links compare with the `other` setting's."""
+def with_probe(profile: Profile, other: Sequence[Link]) -> tuple[Profile, str]:
+    """How the profile's links compare with the `other` setting's, in words; and the profile, with
+    these as a warning where the other setting is faster."""
     own_rate, other_rate = (
         median(link.bytes_per_s for link in links) for links in (profile.links, other)
     )
     setting = f"{_VARIABLE}={_other_value()}"
     rates = f"{format_bytes_per_s(other_rate)} instead of {format_bytes_per_s(own_rate)}"
+    # Of an earlier probe nothing stays.
+    warnings = [warning for warning in profile.warnings if _VARIABLE not in warning]
     if other_rate < _FASTER_RATIO * own_rate:
         text = f"messages are no faster with {setting}: {rates}"
     else:
@@ -66,9 +69,8 @@ def with_probe(profile: Profile, other: Sequence[Link]) -> Profile:
             f"messages are {other_rate / own_rate:.1f} times as fast with {setting}: {rates}; set "
             "it where you train, and profile again"
         )
-    # Of an earlier probe nothing stays.
-    kept = [warning for warning in profile.warnings if _VARIABLE not in warning]
-    return msgspec.structs.replace(profile, warnings=(*kept, text))
+        warnings.append(text)
+    return msgspec.structs.replace(profile, warnings=tuple(warnings)), text
 
 
 def _other_value() -> str:

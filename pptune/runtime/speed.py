@@ -29,10 +29,11 @@ too coarse for it."""
 def at_mean_speed(kinds: Sequence[Ints], seconds: Sequence[Floats]) -> list[Floats]:
     """Each rank's `seconds` as they would be at the mean speed of all its laps.
 
-    `kinds` numbers what each lap timed, from 0 on without gaps over all ranks; laps are in the
-    order in which they ran, one right after the other. A rank's total stays what it is: one that is
-    slower than the others is no moment. Where the laps around say nothing about a lap, as on a
-    machine whose samples differ by noise alone, it stays too.
+    Both have an array of shape [laps] for each rank, in the order in which the laps ran, one right
+    after the other; `kinds` numbers what each timed, from 0 on without gaps over all ranks. A
+    rank's total, interruptions apart, stays what it is: one slower than the others is no moment.
+    Where the laps around say nothing about a lap, as on a machine whose samples differ by noise
+    alone, it stays too.
     """
     all_kinds = np.concatenate(kinds)
     steady_s = list(seconds)
@@ -46,14 +47,17 @@ def at_mean_speed(kinds: Sequence[Ints], seconds: Sequence[Floats]) -> list[Floa
         own = [_ratio(_counted(measured_s, usual_s), usual_s) for measured_s, usual_s in pairs]
         share = _share(np.concatenate(own) - 1, np.concatenate(around) - 1, np.concatenate(usual_s))
         steady_s = [
-            _with_total(measured_s / (1 + share * (each - 1)), float(measured_s.sum()))
-            for measured_s, each in zip(seconds, around, strict=True)
+            measured_s * _factors(_counted(measured_s, usual_s), 1 + share * (slowness - 1))
+            for (measured_s, usual_s), slowness in zip(pairs, around, strict=True)
         ]
     return steady_s
 
 
-def _with_total(seconds: Floats, total_s: float) -> Floats:
-    return seconds * (total_s / seconds.sum()) if total_s > 0 else seconds
+def _factors(counted_s: Floats, slowness: Floats) -> Floats:
+    """1 / slowness, scaled so that the total stays; an interrupted lap must not move the others."""
+    steady_s = counted_s / slowness
+    total_s = float(steady_s.sum())
+    return (float(counted_s.sum()) / total_s if total_s > 0 else 1.0) / slowness
 
 
 def _typical(kinds: Ints, seconds: Floats) -> Floats:

@@ -38,7 +38,6 @@ _LINK_BUDGET_S, _LINK_NOISE = 8.0, 0.05
 _CALIBRATION_BUDGET_S = 30.0
 """For the runs that measure a replay's overheads."""
 
-
 _CHANGED_RATIO = 0.03
 """A machine whose speed differs by more from when it was profiled is said to have changed."""
 
